@@ -49,6 +49,7 @@ from tests.support.runs.soak_resume import (
 
 STEPS = 14
 ENDS_OF_A_RUN = 5
+FILES = 12  # of a checkpoint and its run's records
 WAYS = {"same": [How(1, "single")], "mixed": [How(1, "single"), How(2, "fsdp2"), How(2, "ddp")]}
 TAKEN = "has taken over this run", "writes there", "began at the same moment"
 
@@ -69,13 +70,21 @@ def slow_uploads(seconds: float) -> Callable[[int], None]:
     return armed
 
 
-def examine_storage(url: str, folder: Path) -> tuple[int, bool]:
-    """The newest step that can be loaded (0: none is listed), and whether an upload was cut off. Raises AssertionError
-    for a listed checkpoint that cannot be loaded."""
+def sends(url: str) -> bool:
+    """Whether a checkpoint is on its way: the storage has files that belong to no entry yet."""
+    names = backends.open_storage(url).names()
+    entries = [name for name in names if name.endswith(".json") and not name.startswith("lease")]
+    folders = [name for name in names if "." not in name]
+    return bool(folders) and max(folders) > max(entries, default="")
+
+
+def examine_storage(url: str, folder: Path) -> int:
+    """The newest step that can be loaded; 0: none is listed. Raises AssertionError for a listed checkpoint that cannot
+    be loaded."""
     storage = backends.open_storage(url)
     entry = newest_entry(storage)
     if entry is None:
-        return 0, False
+        return 0
     for saved in entry.checkpoints:
         target = folder / f"step-{saved.step:08d}"
         shutil.rmtree(target, ignore_errors=True)
@@ -84,8 +93,7 @@ def examine_storage(url: str, folder: Path) -> tuple[int, bool]:
             storage.get(saved.path(name), target / name)
         found = examine(target)
         assert isinstance(found, Checkpoint), (saved, found)
-    cut_off = f"{entry.number + 1:08d}" in storage.names()
-    return max((saved.step for saved in entry.checkpoints), default=0), cut_off
+    return max((saved.step for saved in entry.checkpoints), default=0)
 
 
 def wait_until(
@@ -114,7 +122,8 @@ def reached(run_dir: Path) -> int:
 def one_run(recipe: Path, folder: Path, ways: list[How], life: float, draw: random.Random, pace: float) -> Counter[str]:
     """Train on one machine after another until the run is finished, in `folder`/last. Counts what happened.
 
-    One in five ends comes at a drawn time, the others up to half a second after a drawn step.
+    One in five ends comes at a drawn time, and one up to half a second after a drawn step. The other three come while
+    a checkpoint is on its way.
     """
     url, counts = f"file://{folder}/store", Counter[str]()
     text = json.loads(recipe.read_text()) | {"run": {"storage": url}}
@@ -128,23 +137,27 @@ def one_run(recipe: Path, folder: Path, ways: list[How], life: float, draw: rand
         codes = dict[int, int]()
         if counts["ends"] >= ENDS_OF_A_RUN:
             over = wait_until(processes, codes, 300.0)
-        elif draw.random() < 0.2:
+        elif (kind := draw.random()) < 0.2:
             over = wait_until(processes, codes, draw.uniform(0.1, 0.8) * life)
         else:
             step = min(newest + draw.randint(1, 5), STEPS)
             over = wait_until(processes, codes, 300.0, lambda: reached(machine) >= step)  # noqa: B023  # called at once
-            over = over or wait_until(processes, codes, draw.uniform(0.0, 0.5))
+            if kind < 0.4:
+                over = over or wait_until(processes, codes, draw.uniform(0.0, 0.5))
+            else:
+                over = over or wait_until(processes, codes, 300.0, lambda: sends(url))
+                over = over or wait_until(processes, codes, draw.uniform(0.0, FILES) * pace)
         if not over:
-            number = draw.choice((signal.SIGKILL, signal.SIGTERM))
+            number, sending = draw.choice((signal.SIGKILL, signal.SIGTERM)), sends(url)
             for process in set(processes) - codes.keys():
                 os.kill(process, number)
             assert wait_until(processes, codes, 60.0), "it did not end"
             counts["ends"] += 1
             counts[number.name] += 1
-            step, cut_off = examine_storage(url, folder / "examined")
+            counts[f"{number.name} while sending"] += sending
+            step = examine_storage(url, folder / "examined")
             assert step >= newest, (step, newest)
             newest = step
-            counts["while uploading"] += cut_off
             counts["before the first checkpoint"] += step == 0
         found = set(codes.values())
         if found == {0}:
@@ -204,7 +217,7 @@ def main() -> int:
                 whole[str(mixed)] = recipe, fingerprint(base / "whole"), life
             recipe, expected, life = whole[str(mixed)]
             draw, place = random.Random(f"{arguments.seed} {kind} {number}"), folder / f"{kind}-{number}"
-            pace = draw.choice((0.0, 0.02, 0.1))
+            pace = draw.choice((0.02, 0.05, 0.1))
             if kind == "writers":
                 counts = two_writers(recipe, place, draw.uniform(0.0, life), pace)
             else:

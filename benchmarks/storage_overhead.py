@@ -3,10 +3,10 @@
     python benchmarks/storage_overhead.py --every 10 --pairs 5     (five minutes)
 
 Needs 'finetune[storage]' and 'moto[server]'. A model of 2M parameters is trained fully, with a checkpoint of 20 MB
-every so many steps, four in all. Runs without a storage, with a folder and with S3 on the loopback take turns, each in
-a process of its own; the S3 server is another process, on the same cores. The figure is the median over the turns of
-the ratio of median steps. `save seconds` is how long the training waits at a save: it is not in a step's time. Writes
-benchmarks/results/storage_overhead.json.
+every so many steps, four in all. Runs without a storage, with a folder and with S3 on the loopback take turns in a
+drawn order, each in a process of its own; the S3 server is another process, on the same cores. The figure is the median
+over the turns of the ratio of median steps. `save seconds` is how long the training waits at a save: it is not in a
+step's time. Writes benchmarks/results/storage_overhead.json.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import socket
 import statistics
@@ -117,7 +118,7 @@ def main() -> int:
         runs: dict[str, list[dict[str, float]]] = {"off": [], "folder": [], "s3": []}
         for number in range(arguments.pairs):
             places = {"off": None, "folder": f"file://{folder}/store-{number}", "s3": f"s3://runs/overhead/{number}"}
-            for kind, place in places.items():
+            for kind, place in random.Random(number).sample(list(places.items()), len(places)):
                 runs[kind].append(train(folder, recipe, place, every))
                 print(number, kind, runs[kind][-1], flush=True)
     result: dict[str, Any] = {"runs": runs}
