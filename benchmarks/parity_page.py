@@ -225,8 +225,10 @@ SmolLM2-135M learns dates to ISO 8601 by LoRA: 64 rows, each seen once, and 60 h
 for all; the rest is each tool's own. So this table compares settings, not arithmetic. Precision is the exception:
 several tools default to bf16, which this CPU emulates, so all compute in float32. One function scores every adapter:
 held-out loss, and right greedy answers with Wilson's interval over the answers of all seeds. Tokens are those of
-documents, by the processor's time without the first step; memory is the process's peak. Documented settings run
-unpacked, because packed, 64 rows are one step, and learn answers alone, by each tool's own means.
+documents, by the processor's time without the first step, while its second core did other work; memory is the
+process's peak. "Documented" settings of other tools run unpacked, because packed, 64 rows are one step; they learn
+answers alone, by each tool's own means. With "this kit's" settings they pack rows as this kit does, so only the drawn
+order differs, and a line break that TRL and LLaMA-Factory learn after each answer.
 """
 TAIL = """This page does not show bf16 on a GPU, unsloth (it needs a GPU), DPO by axolotl or LLaMA-Factory, and runs of
 thousands of steps. [One curve](one_curve.md) shows that this kit's strategies agree."""
