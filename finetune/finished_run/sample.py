@@ -40,11 +40,13 @@ from finetune.finished_run.next_recipe import json_lines, next_recipe
 from finetune.finished_run.own_scorer import OwnScorer
 from finetune.finished_run.sample_source import SampleRequest, SampleSource
 from finetune.launch.launcher import Launch
+from finetune.model.base_identity import base_identity, content_of
 from finetune.model.build import load_tokenizer
 from finetune.model.generate import MOST_BATCH_TOKENS, Answer, Sampling, may_share_a_batch
 from finetune.output_stream import one_line
 from finetune.recipe.mixed_precision import FastestFormat
 from finetune.recipe.schema import Recipe
+from finetune.run_folder.checkpoint import sha256_of
 from finetune.run_folder.facts import read_run
 from finetune.scoring.metrics import Metric, Scored, scores_of
 from finetune.scoring.texts import without_thoughts
@@ -62,6 +64,7 @@ from finetune.wording import counted
 
 RECORD, ANSWERS, ROWS, HELD_OUT, RECIPE = "sample.json", "answers.jsonl", "rows.jsonl", "held_out.jsonl", "recipe.yaml"
 LOCK = ".lock"
+SCORED_BY = ("checker", "rows")  # keys of the request whose change scores answers again, and draws none
 KEPT_REPLIES = "endpoint.jsonl"  # a server's answers until their prompts have all of theirs
 FEWEST_FAILED = 3  # prompts whose scorer failed, before most of them end the command
 PROMPTS_TO_SERVER = 64  # prompts whose answers are asked together
@@ -117,11 +120,12 @@ def _sampled(request: SampleRequest, by: Computing, say: _Say, show: _Say) -> di
     wanted = {
         **{key: author.get(key) for key in ("model", "endpoint", "dtype")},
         "weights": None if request.endpoint is not None else _weights(writer),
-        "prompts": _digest([prompt.prompt_ids for prompt in asked.prompts], [item.reference for item in asked.items]),
+        "prompts": _digest(prompts.numbers, [prompt.prompt_ids for prompt in asked.prompts]),
         "n": request.count,
         **{name: getattr(request, name) for name in ("temperature", "top_p", "seed")},
         "max_new_tokens": asked.max_new_tokens,
         "checker": _checker_in_words(request, checker),
+        "rows": _digest([(item.reference, item.row) for item in asked.items]),  # which the checker reads
     }
     scorer: AbstractContextManager[OwnScorer | None] = nullcontext()
     if request.scorer is not None and by.ranks.rank == 0:
@@ -175,10 +179,13 @@ class _Record:
                 raise FinetuneError(
                     f"--output {folder}: another command is writing here ({error.strerror}); name another folder"
                 ) from None
-        earlier = self._earlier()
-        again = [line for line in self.lines if "problem" in line or earlier != self.wanted["checker"]]
-        if again and earlier != self.wanted["checker"]:
-            say(f"{file}: scored again by {self.wanted['checker']}, before by {earlier}")
+        earlier, checker = self._earlier(), self.wanted["checker"]
+        changed = any(earlier.get(key) != self.wanted[key] for key in SCORED_BY)
+        again = [line for line in self.lines if "problem" in line or changed]
+        if again and earlier.get("checker") != checker:
+            say(f"{file}: scored again by {checker}, before by {earlier.get('checker')}")
+        elif again and changed:
+            say(f"{file}: scored again, because references or columns of the rows have changed")
         self._score(again)
         if again or (file.exists() and torn_lines(file) + (not file.read_bytes().endswith(b"\n"))):
             write_text(file, json_lines(self.lines))
@@ -199,14 +206,14 @@ class _Record:
         _refuse_failing(self.lines, 1)
         return self.lines
 
-    def _earlier(self) -> str:
-        """Read the lines that an earlier command wrote. Returns its checker, "" if there was none."""
+    def _earlier(self) -> dict[str, Any]:
+        """Read the lines that an earlier command wrote. Returns its request, {} if there was none."""
         if not (self.folder / RECORD).is_file():
-            return ""
+            return {}
         recorded = read_object(self.folder / RECORD).get("request")
         recorded = recorded if isinstance(recorded, dict) else {}
         for key, value in self.wanted.items():
-            if key != "checker" and recorded.get(key) != value:
+            if key not in SCORED_BY and recorded.get(key) != value:
                 words = {"prompts": "other prompts", "weights": "other weights"}
                 asked = words.get(key, f"{key} {recorded.get(key)}, not {value}")
                 raise FinetuneError(
@@ -214,7 +221,7 @@ class _Record:
                 )
         if (self.folder / ANSWERS).is_file():
             self.lines = read_lines(self.folder / ANSWERS)
-        return str(recorded.get("checker"))
+        return recorded
 
     def _score(self, lines: Sequence[dict[str, Any]]) -> None:
         items = self.prompts.asked.items
@@ -302,10 +309,9 @@ def _held_out(reads: FinishedRun) -> Iterator[tuple[str, _Question, str]]:
 
 def _key(question: _Question) -> tuple[str, ...]:
     """A question without case, spaces and system turn, so that a row is found again in another file."""
-    if isinstance(question, Passage):
-        texts = [question.prompt]
-    else:
-        texts = [f"{turn['role']}: {turn['content']}" for turn in question.messages if turn["role"] != "system"]
+    texts = [question.prompt] if isinstance(question, Passage) else []
+    if isinstance(question, Chat):
+        texts = [str(turn["content"]) for turn in question.messages if turn["role"] != "system"]
     return tuple(" ".join(text.split()).casefold() for text in texts)
 
 
@@ -444,6 +450,7 @@ def _line(
 def _score(line: dict[str, Any], item: Scored, among: Sequence[Scored], checker: Metric, own: OwnScorer | None) -> None:
     """Write each answer's score into the line, or the problem in place of all of them."""
     line.pop("problem", None)
+    line["reference"] = item.reference
     texts = [answer["text"] for answer in line["answers"]]
     try:
         if own is None:
@@ -468,11 +475,12 @@ def _refuse_failing(lines: Sequence[Mapping[str, Any]], fewest: int) -> None:
 
 
 def _weights(writer: FinishedRun) -> str:
-    """The weights that answer: a run's files with their sizes and times, or a base's name and revision."""
+    """The weights that answer, by their content. A base that is not on this machine is known by name and revision."""
     if not writer.trained:
-        return f"{writer.recipe.model.name_or_path} {writer.recipe.model.revision}"
+        base = base_identity(writer.recipe.model)
+        return base["content"] or f"{base['name']} {base['revision']}"
     files = sorted(writer.product.glob("*.safetensors"))
-    return _digest([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+    return content_of(writer.product) or _digest([(file.name, sha256_of(file)) for file in files])
 
 
 def _digest(*things: Any) -> str:

@@ -4,6 +4,8 @@
   of 100, which a bootstrap takes for certain.
 - Other scores, and differences between two models, have the bootstrap over rows (Efron 1979): percentiles of the means
   of resampled rows.
+- Equal scores resample to an interval of no width, which says nothing. No score between 0 and 1 spreads wider than right
+  and wrong answers with the same mean, so they have Wilson's interval: 0.09 to 0.91 for a single row with 0.5.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ class MeanInterval:
 
 
 def interval(scores: Sequence[float]) -> MeanInterval:
-    """The mean of the scores and its interval."""
-    if set(scores) <= {0.0, 1.0}:
-        return _wilson(int(sum(scores)), len(scores))
+    """The mean of scores from 0 to 1, and its interval."""
+    if set(scores) <= {0.0, 1.0} or len(set(scores)) == 1:
+        return _wilson(sum(scores), len(scores))
     return _bootstrap(scores)
 
 
 def paired_interval(before: Sequence[float], after: Sequence[float]) -> MeanInterval:
     """The mean difference, row by row, and its interval: a row that is hard for both models widens nothing.
 
-    Equal differences resample to an interval of no width, which says nothing. Of shares of right answers the interval
-    is then Newcombe's (1998, method 10): 0 and 30 right ones of 30 differ by 0.84 to 1.
+    Equal differences resample to an interval of no width. The interval is then Newcombe's (1998, method 10): 0 and 30
+    right ones of 30 differ by 0.84 to 1.
     """
-    if {*before, *after} <= {0.0, 1.0} and len({*np.subtract(after, before).tolist()}) == 1:
+    if len({*np.round(np.subtract(after, before), 12).tolist()}) == 1:  # 0.3 - 0.1 is not 0.2
         first, second = interval(before), interval(after)
         mean = second.mean - first.mean
         below = math.hypot(second.mean - second.low, first.high - first.mean)
@@ -54,7 +56,7 @@ def paired_interval(before: Sequence[float], after: Sequence[float]) -> MeanInte
     return _bootstrap(np.subtract(after, before).tolist())
 
 
-def _wilson(right: int, count: int) -> MeanInterval:
+def _wilson(right: float, count: int) -> MeanInterval:
     share, z = right / count, NormalDist().inv_cdf((1 + LEVEL) / 2)
     scale = 1 + z**2 / count
     middle = (share + z**2 / (2 * count)) / scale
