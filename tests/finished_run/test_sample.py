@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from finetune.cli.main import main
 from finetune.files import append_lines, read_lines
 from finetune.finished_run import sample
 from finetune.finished_run.kept_rows import pass_at
+from finetune.finished_run.load import FinishedRun
+from finetune.finished_run.next_recipe import next_recipe
+from finetune.finished_run.own_scorer import OwnScorer
 from finetune.model import generate
 from finetune.model.build import load_tokenizer
-from finetune.recipe.loader import load_recipe
+from finetune.recipe.loader import load_recipe, recipe_from_resolved
 from finetune.tokens.dataset import prepare
 from finetune.train import main as train
 from finetune.training import scored_answers
@@ -375,6 +381,87 @@ def test_another_request_is_refused_in_a_folder_with_answers(
     assert main(words(run, whole, "--limit", "3")) == 2
     assert "(other prompts)" in capsys.readouterr().err
     assert (whole / "answers.jsonl").read_bytes() == before
+
+
+def test_edited_rows_are_scored_again(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A column that the scorer reads, then a reference. No answer is drawn again."""
+    data, rows = tmp_path / "tasks.jsonl", read_lines(run.parent / "tasks.jsonl")[:3]
+    (tmp_path / "by.py").write_text("def score(answer, reference, row):\n    return row['right'] == reference\n", "utf-8")
+    texts = []
+    for right, reference, score in (("no", "yes", 0.0), ("yes", "yes", 1.0), ("yes", "else", 0.0)):
+        for row in rows:
+            row["messages"][-1]["content"] = reference
+        data.write_text("".join(json.dumps(row | {"right": right}) + "\n" for row in rows), "utf-8")
+        command = words(run, tmp_path / "out", "--data", str(data), "--scorer", f"{tmp_path / 'by.py'}:score", "--n", "2")
+        assert main(command) == 0
+        lines = read_lines(tmp_path / "out/answers.jsonl")
+        assert {each["score"] for line in lines for each in line["answers"]} == {score}
+        assert {line["reference"] for line in lines} == {reference}
+        texts.append([each["text"] for line in lines for each in line["answers"]])
+        said = "because references or columns of the rows have changed" in capsys.readouterr().out
+        assert said is (len(texts) > 1)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_weights_are_known_by_their_content(
+    run: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of the run goes on, whatever its files' times. Other weights under the old name are refused."""
+    copied, folder = tmp_path / "run", tmp_path / "out"
+    assert main(words(run, folder, "--limit", "2", "--n", "2")) == 0
+    shutil.copytree(run, copied)  # with times of its own
+    more = ["--data", str(run.parent / "tasks.jsonl"), "--scorer", f"{run.parent / 'check.py'}:score"]
+    small = ["--limit", "2", "--n", "2", *NEW, *more]
+    os.utime(copied / "adapter/adapter_model.safetensors", (0, 0))
+    assert main(["sample", str(copied), "-o", str(folder), *small]) == 0
+    weights = copied / "adapter/adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-2] + b"\0\0")
+    assert main(["sample", str(copied), "-o", str(folder), *small]) == 2
+    model = shutil.copytree(base, tmp_path / "model")
+    assert main(["sample", str(model), "-o", str(tmp_path / "by model"), *small]) == 0
+    save_tiny(model, seed=5)
+    assert main(["sample", str(model), "-o", str(tmp_path / "by model"), *small]) == 2
+    assert capsys.readouterr().err.count("holds answers of another request (other weights)") == 2
+
+
+@pytest.mark.parametrize(("stop", "kept"), [("3h50m", "3h50m"), ("2031-06-01T18:00Z", None)])
+def test_the_next_recipe_is_no_part_of_the_earlier_run(run: Path, stop: str, kept: str | None) -> None:
+    """Its place on a storage, its date, and a warmup that was counted for other data."""
+    made = recipe_from_resolved(run / "recipe.yaml")
+    changed = {
+        "run": made.run.model_copy(update={"storage": "s3://bucket/one", "stop_after": stop}),
+        "training": made.training.model_copy(update={"warmup_steps": 500, "max_steps": 5000, "warmup_ratio": 0.0}),
+    }
+    reads = FinishedRun(run, made.model_copy(update=changed))
+    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}] * 8
+    text = next_recipe(reads, Path("samples/one/rows.jsonl"), rows, "right", None, "exact")
+    assert text.count("# run.storage is left out: each run needs a place of its own.\n") == 1
+    values = yaml.safe_load(text)
+    assert values.get("run", {}) == ({"stop_after": kept} if kept else {})
+    assert not {"warmup_steps", "max_steps"} & {*values["training"]}
+
+
+def test_what_a_scorer_starts_ends_with_it(tmp_path: Path) -> None:
+    """The answer's program reads nothing from standard input, and does not outlive the scorer's time."""
+    code = (
+        "import subprocess, sys\n"
+        "def score(answer, reference, row):\n"
+        "    child = subprocess.Popen([sys.executable, '-c', answer])\n"
+        "    open('started', 'w').write(str(child.pid))\n"
+        "    return child.wait() == 0\n"
+    )
+    (tmp_path / "runs.py").write_text(code.replace("'started'", repr(str(tmp_path / "started"))), "utf-8")
+    with OwnScorer(f"{tmp_path / 'runs.py'}:score", seconds=5.0) as scorer:
+        assert scorer.score("import sys; sys.exit(len(sys.stdin.read()))", "", {}) == 1.0
+        with pytest.raises(ValueError, match="took more than 5 s"):
+            scorer.score("while True: pass", "", {})
+        number = int((tmp_path / "started").read_text())
+        state = Path(f"/proc/{number}/stat")
+        until = time.monotonic() + 10
+        while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not state.exists() or state.read_text().split()[2] == "Z"
+        assert scorer.score("pass", "", {}) == 1.0
 
 
 @pytest.mark.thorough
