@@ -57,9 +57,7 @@ class OwnScorer:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", __name__, self._text]
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         reply = self._reply(IMPORT_SECONDS)
         if "problem" in reply:
             self._end()

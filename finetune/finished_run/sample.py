@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ import torch
 
 from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError
-from finetune.files import append_lines, disk_errors, lock, read_lines, torn_lines, write_json, write_text
+from finetune.files import append_lines, disk_errors, lock, read_lines, write_json, write_text
 from finetune.finished_run.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
 from finetune.finished_run.endpoint import Drawn, KeptAnswers, conversations, endpoint_answers
 from finetune.finished_run.kept_rows import kept_rows, sampled_figures
@@ -131,8 +132,8 @@ def _sampled(request: SampleRequest, by: Computing, say: _Say, show: _Say) -> di
     if request.scorer is not None and by.ranks.rank == 0:
         scorer = OwnScorer(request.scorer, request.scorer_seconds)
     with scorer as own, _Record(request.folder, wanted, prompts, checker, own) as record:
-        done = rank_0_first(by, lambda: record.begin(say))
-        chunks = [range(at, min(at + together, len(asked.prompts))) for at in range(done, len(asked.prompts), together)]
+        left = rank_0_first(by, lambda: record.begin(say))
+        chunks = [tuple(left[at : at + together]) for at in range(0, len(left), together)]
         for chunk, answers in _answers(request, writer, by, prompts, how, chunks, show, say):
             of_prompts = [answers[at : at + request.count] for at in range(0, len(answers), request.count)]
             new = [
@@ -163,8 +164,9 @@ class _Record:
         if self.locked is not None:
             os.close(self.locked)
 
-    def begin(self, say: _Say) -> int:
-        """Look at earlier answers, and score them again if the checker has changed or failed. Returns their number.
+    def begin(self, say: _Say) -> list[int]:
+        """Look at earlier answers, and score them again if the checker has changed or failed. Returns the prompts that
+        have none.
 
         Raises FinetuneError if another command writes here, or one has answered another request here.
         """
@@ -187,12 +189,14 @@ class _Record:
         elif again and changed:
             say(f"{file}: scored again, because references or columns of the rows have changed")
         self._score(again)
-        if again or (file.exists() and torn_lines(file) + (not file.read_bytes().endswith(b"\n"))):
-            write_text(file, json_lines(self.lines))
+        written = json_lines(self.lines)
+        if again or (file.exists() and file.read_bytes() != written.encode()):
+            write_text(file, written)
         write_json(folder / RECORD, {"request": dict(self.wanted)})
         if self.lines:
             say(f"{file}: has {counted(len(self.lines), 'prompt')} already, of {len(self.prompts.numbers):,}")
-        return len(self.lines)
+        done = {line["row"] for line in self.lines}
+        return [index for index, number in enumerate(self.prompts.numbers) if number not in done]
 
     def append(self, new: list[dict[str, Any]]) -> None:
         """Score these lines and write them. Raises FinetuneError if the scorer has failed on most prompts."""
@@ -204,7 +208,7 @@ class _Record:
     def whole(self) -> list[dict[str, Any]]:
         """The lines of all prompts. Raises FinetuneError if the scorer failed on most of them."""
         _refuse_failing(self.lines, 1)
-        return self.lines
+        return sorted(self.lines, key=lambda line: int(line["row"]))
 
     def _earlier(self) -> dict[str, Any]:
         """Read the lines that an earlier command wrote. Returns its request, {} if there was none."""
@@ -220,7 +224,9 @@ class _Record:
                     f"--output {self.folder}: holds answers of another request ({asked}); name another folder"
                 )
         if (self.folder / ANSWERS).is_file():
-            self.lines = read_lines(self.folder / ANSWERS)
+            # A line that was torn or deleted is of a prompt that is asked again, and a doubled one counts once.
+            answered = {line["row"]: line for line in read_lines(self.folder / ANSWERS) if _is_whole(line, self.wanted)}
+            self.lines = [answered[number] for number in self.prompts.numbers if number in answered]
         return recorded
 
     def _score(self, lines: Sequence[dict[str, Any]]) -> None:
@@ -228,6 +234,12 @@ class _Record:
         places = {number: place for place, number in enumerate(self.prompts.numbers)}
         for line in lines:
             _score(line, items[places[line["row"]]], items, self.checker, self.own)
+
+
+def _is_whole(line: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a line of answers.jsonl has a prompt's number and all of its answers."""
+    answers = line.get("answers")
+    return isinstance(line.get("row"), int) and isinstance(answers, list) and len(answers) == wanted["n"]
 
 
 def _opened(source: SampleSource) -> FinishedRun:
@@ -308,11 +320,11 @@ def _held_out(reads: FinishedRun) -> Iterator[tuple[str, _Question, str]]:
 
 
 def _key(question: _Question) -> tuple[str, ...]:
-    """A question without case, spaces and system turn, so that a row is found again in another file."""
+    """A question without case, spaces, system turn and layout, so that a row is found again in another file."""
     texts = [question.prompt] if isinstance(question, Passage) else []
     if isinstance(question, Chat):
         texts = [str(turn["content"]) for turn in question.messages if turn["role"] != "system"]
-    return tuple(" ".join(text.split()).casefold() for text in texts)
+    return tuple(unicodedata.normalize("NFC", " ".join(text.split()).casefold()) for text in texts)
 
 
 def _written_question(question: _Question) -> dict[str, Any]:
@@ -380,17 +392,17 @@ def _answers(
     by: Computing,
     prompts: _Prompts,
     how: Answering,
-    chunks: Sequence[range],
+    chunks: Sequence[tuple[int, ...]],
     show: _Say,
     say: _Say,
-) -> Iterator[tuple[range, list[Answer]]]:
+) -> Iterator[tuple[tuple[int, ...], list[Answer]]]:
     """Each chunk of prompts with their answers, one prompt's after another's, on every rank."""
     asked, count = prompts.asked, request.count
     if not chunks:
         return
 
-    def show_chunk(chunk: range) -> _Say:
-        return lambda text: show(f"prompt {chunk.start + 1:,} of {len(asked.prompts):,}: {text}")
+    def show_chunk(chunk: tuple[int, ...]) -> _Say:
+        return lambda text: show(f"prompt {chunk[0] + 1:,} of {len(asked.prompts):,}: {text}")
 
     draws = {chunk: [(prompts.numbers[index], each) for index in chunk for each in range(count)] for chunk in chunks}
     if request.endpoint is not None:

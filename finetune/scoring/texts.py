@@ -24,7 +24,9 @@ _TAGS = [
     (
         re.compile(rf"\s*{opening}", re.IGNORECASE),
         re.compile(rf"(?<![ \t`'\"(]){closing}(?![`'\"])", re.IGNORECASE),
-        re.compile(rf"(?<![`'\"(]){closing}(?![`'\"])", re.IGNORECASE),  # within a sentence: closes if nothing else does
+        re.compile(
+            rf"(?<![`'\"(]){closing}(?![`'\"])", re.IGNORECASE
+        ),  # within a sentence: closes if nothing else does
     )
     for opening, closing in (
         ("<think>", "</think>"),

@@ -182,7 +182,9 @@ def test_one_question_has_one_verdict_for_an_answer(keep: Any) -> None:
         assert [(row["prompt"], row["completion"]) for row in rows] == [("q", "nine"), ("r", "red"), ("r", "tea")]
     figures = sampled_figures(lines[:2], KeepOptions(keep)) | {"rows": 0, "left_out": {}}
     assert figures["asked_again"] == 1
-    assert "prompts with the question of an earlier one: 1; each has its own reference" in summary_in_words(figures, keep)
+    assert "prompts with the question of an earlier one: 1; each has its own reference" in summary_in_words(
+        figures, keep
+    )
 
 
 def test_a_text_that_was_no_text_is_no_row() -> None:
