@@ -175,7 +175,7 @@ def compare_one(comparison: Comparison, number: int, progress: StepCallback) -> 
 
 
 def _key(comparison: Comparison, row: ComparedRow) -> str:
-    """A hash of everything that decides a row's figures: recipe, command, device, data files, and the start's adapter."""
+    """A hash of everything that decides a row's figures: recipe, command, device, data files, the start's adapter."""
     named, scored, adapter = list[Path](), row.recipe.eval.generate.file, row.recipe.model.adapter
     for entry in row.recipe.data.sets:
         with suppress(DataError):  # the job says it

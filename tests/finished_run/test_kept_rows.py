@@ -172,7 +172,7 @@ def test_copies_are_those_of_the_rows() -> None:
 
 @pytest.mark.parametrize("keep", ["right", "pairs", "judged", "all"])
 def test_one_question_has_one_verdict_for_an_answer(keep: Any) -> None:
-    """A question with two right answers, a row each: red is right for one row and wrong for the other, and so is blue."""
+    """A question with two right answers, a row each: red and blue are right for one row and wrong for the other."""
     lines = asked("qqr", [[("red", 1), ("blue", 0), ("nine", 0)], [("red", 0), ("blue", 1)], [("red", 0), ("tea", 1)]])
     rows, left_out = kept_rows(lines, KeepOptions(keep), lambda row, index: index / 8)
     assert left_out.get("called right and wrong for one question", 0) == {"pairs": 4, "judged": 4}.get(keep, 0)
