@@ -4,8 +4,8 @@
   of 100, which a bootstrap takes for certain.
 - Other scores, and differences between two models, have the bootstrap over rows (Efron 1979): percentiles of the means
   of resampled rows.
-- Equal scores resample to an interval of no width, which says nothing. Scores between 0 and 1 spread no wider than right
-  and wrong answers with the same mean, so they have Wilson's interval: 0.09 to 0.91 for one row with 0.5.
+- Equal scores resample to an interval of no width, which says nothing. Scores from 0 to 1 spread no wider than right
+  and wrong answers with the same mean, so they have Wilson's interval: 0.05 to 0.95 for one row with 0.5.
 """
 
 from __future__ import annotations
