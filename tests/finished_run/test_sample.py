@@ -593,3 +593,22 @@ def test_a_models_rows_are_asked_as_init_would_train_them(tmp_path: Path, base: 
     assert main([*asked, "--max-new-tokens", "3", "--metric", "exact", "--limit", "2"]) == 0
     questions = [line["question"] for line in read_lines(tmp_path / "out" / "answers.jsonl")]
     assert questions == [{"messages": [{"role": "user", "content": row["prompt"]}]} for row in rows[:2]]
+
+
+def test_columns_that_may_be_read_in_two_ways(
+    run: Path, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The remedy that a model's refusal names is an option of this command. A run reads its rows its own way."""
+    rows = read_lines(run.parent / "tasks.jsonl")[:2]
+    data = tmp_path / "tasks.jsonl"
+    data.write_text(
+        "".join(json.dumps(row | {"want": ["yes", "no"][at]}) + "\n" for at, row in enumerate(rows)), "utf-8"
+    )
+    asked = ["--data", str(data), "-o", str(tmp_path / "out"), "--n", "2", "--max-new-tokens", "3", "--metric", "exact"]
+    assert main(["sample", str(base), *asked]) == 2
+    remedy = ["--columns", "{messages: messages}"]
+    assert f"say which: {remedy[0]} '{remedy[1]}'" in " ".join(capsys.readouterr().err.split())
+    assert main(["sample", str(run), *asked, *remedy]) == 2
+    assert "--columns: rows are read as " in capsys.readouterr().err
+    assert main(["sample", str(base), *asked, *remedy]) == 0
+    assert len(read_lines(tmp_path / "out/answers.jsonl")) == 2
