@@ -19,10 +19,15 @@ ROUNDING = 1e-6  # of a score: ten times 0.1 is 0.9999999999999999, and float32 
 
 @contextmanager
 def _held() -> Iterator[None]:
-    """A function that ends the process would end `eval` with its own exit code, and so pass a gate."""
-    end = os._exit
+    """A function that ends the process would end `eval` with its own exit code, and so pass a gate.
+
+    A process that the function forks, as multiprocessing does, ends as it wants: else it would go on as this one.
+    """
+    end, process = os._exit, os.getpid()
 
     def refuse(code: int = 0) -> None:
+        if os.getpid() != process:
+            end(code)
         raise SystemExit(code)
 
     os._exit = refuse  # type: ignore[assignment]

@@ -462,6 +462,22 @@ def test_the_next_recipe_is_no_part_of_the_earlier_run(run: Path, stop: str, kep
     assert not {"warmup_steps", "max_steps"} & {*values["training"]}
 
 
+def test_a_scorer_may_fork(tmp_path: Path) -> None:
+    """A forked process, as multiprocessing's, ends as it wants. It answers no question in the scorer's place."""
+    code = (
+        "import multiprocessing\n"
+        "def score(answer, reference, row):\n"
+        "    own = multiprocessing.get_context('fork').Process(target=print)\n"
+        "    own.start()\n"
+        "    own.join()\n"
+        "    return answer == 'right' and own.exitcode == 0\n"
+    )
+    (tmp_path / "forks.py").write_text(code, "utf-8")
+    with OwnScorer(f"{tmp_path / 'forks.py'}:score", seconds=20.0) as scorer:
+        answers = ["right", "wrong"] * 3
+        assert [scorer.score(answer, "", {}) for answer in answers] == [1.0, 0.0] * 3
+
+
 def test_what_a_scorer_starts_ends_with_it(tmp_path: Path) -> None:
     """The answer's program reads nothing from standard input, and does not outlive the scorer's time."""
     code = (
