@@ -13,6 +13,7 @@ A command that was ended goes on after the last line. With another --keep, rows 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ from finetune.scoring.metrics import Metric, Scored, scores_of
 from finetune.scoring.texts import without_thoughts
 from finetune.tokens.dataset import prepare
 from finetune.tokens.encoder import Encoder
+from finetune.training.batch_notes import positions_of
 from finetune.training.scored_answers import (
     MOST_ROWS_OF_FILE,
     Answering,
@@ -116,6 +118,15 @@ def _sampled(request: SampleRequest, by: Computing, say: _Say, show: _Say) -> di
     tokenizer = load_run_tokenizer(writer)
     prompts = _prompts(request, reads, writer, Encoder(tokenizer, writer.recipe.data, writer.recipe.model))
     asked = prompts.asked
+    for note in asked.notes:
+        say(f"{request.data}: {note}")
+    positions = positions_of(writer.recipe) if request.endpoint is None else None
+    most = (positions or math.inf) - asked.max_new_tokens
+    if beyond := [index for index, prompt in enumerate(asked.prompts) if len(prompt.prompt_ids) > most]:
+        say(
+            f"{asked.items[beyond[0]].place}: with {asked.max_new_tokens:,} new tokens beyond the model's {positions:,} "
+            f"positions: {counted(len(beyond), 'prompt')}; shorten such prompts, or --max-new-tokens"
+        )
     checker = _checker(request, asked)
     how, together, author = _way(request, writer, by, asked)
     wanted = {

@@ -411,6 +411,25 @@ def test_edited_rows_are_scored_again(run: Path, tmp_path: Path, capsys: pytest.
     assert texts[0] == texts[1] == texts[2]
 
 
+def test_what_is_left_out_or_beyond_the_model_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows with an empty cell, and prompts that the model has no positions for."""
+    model = save_tiny(tmp_path / "short", max_position_embeddings=40)
+    rows = [{"prompt": text, "completion": answer} for text, answer in (("a river", "b"), ("a " * 38, "b"), ("c", ""))]
+    data = tmp_path / "tasks.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    recipe = {
+        "model": {"name_or_path": str(model)},
+        "data": {"train": [{"path": str(data), "drop": ["empty"]}]},
+        "budget": {"gpus": 0},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), "utf-8")
+    asked = ["--data", str(data), "-o", str(tmp_path / "out"), "--n", "2", "--max-new-tokens", "4", "--metric", "exact"]
+    assert main(["sample", str(tmp_path / "recipe.yaml"), *asked]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tasks.jsonl: 1 row with an empty cell left out" in said
+    assert "tasks.jsonl:2: with 4 new tokens beyond the model's 40 positions: 1 prompt; shorten such" in said
+
+
 def test_prompts_without_a_whole_line_are_asked(run: Path, whole: Path, tmp_path: Path) -> None:
     """Lines that are gone, torn or doubled in the middle of answers.jsonl. The answers are those of one command."""
     file, more = tmp_path / "out/answers.jsonl", ["--limit", "6"]
