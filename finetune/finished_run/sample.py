@@ -124,8 +124,8 @@ def _sampled(request: SampleRequest, by: Computing, say: _Say, show: _Say) -> di
     most = (positions or math.inf) - asked.max_new_tokens
     if beyond := [index for index, prompt in enumerate(asked.prompts) if len(prompt.prompt_ids) > most]:
         say(
-            f"{asked.items[beyond[0]].place}: with {asked.max_new_tokens:,} new tokens beyond the model's {positions:,} "
-            f"positions: {counted(len(beyond), 'prompt')}; shorten such prompts, or --max-new-tokens"
+            f"{asked.items[beyond[0]].place}: with {asked.max_new_tokens:,} new tokens beyond the model's "
+            f"{positions:,} positions: {counted(len(beyond), 'prompt')}; shorten such prompts, or --max-new-tokens"
         )
     checker = _checker(request, asked)
     how, together, author = _way(request, writer, by, asked)
