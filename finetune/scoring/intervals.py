@@ -44,10 +44,10 @@ def interval(scores: Sequence[float]) -> MeanInterval:
 def paired_interval(before: Sequence[float], after: Sequence[float]) -> MeanInterval:
     """The mean difference, row by row, and its interval: a row that is hard for both models widens nothing.
 
-    Equal differences resample to an interval of no width. The interval is then Newcombe's (1998, method 10): 0 and 30
-    right ones of 30 differ by 0.84 to 1.
+    Equal differences resample to an interval of no width, which says nothing. Of shares of right answers the interval
+    is then Newcombe's (1998, method 10): 0 and 30 right ones of 30 differ by 0.84 to 1.
     """
-    if len({*np.round(np.subtract(after, before), 12).tolist()}) == 1:  # 0.3 - 0.1 is not 0.2
+    if {*before, *after} <= {0.0, 1.0} and len({*np.subtract(after, before).tolist()}) == 1:
         first, second = interval(before), interval(after)
         mean = second.mean - first.mean
         below = math.hypot(second.mean - second.low, first.high - first.mean)
