@@ -283,6 +283,9 @@ def sample(
     ] = None,
     count: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt.")] = 8,
     keep: Annotated[str, typer.Option(help="Rows of right answers, pairs, judged answers, or all.")] = "right",
+    columns: Annotated[
+        str | None, typer.Option(help="With a MODEL: your columns, as for init.", show_default=False)
+    ] = None,
     metric: Annotated[
         str | None, typer.Option(help="What is right: exact, number, sql, ...; fits the rows.", show_default=False)
     ] = None,
@@ -334,7 +337,10 @@ def sample(
         chosen: Any = pick
         folder = output or Path("samples", found.name)
         if found.kind == "model":  # asked as the recipe that `init` writes would ask it
-            found = found.reading(new_recipe.propose(str(data), model=source, output=folder / "prompts.yaml").entry)
+            proposal = new_recipe.propose(str(data), columns=columns, model=source, output=folder / "prompts.yaml")
+            found = found.reading(proposal.entry)
+        elif columns is not None:
+            raise FinetuneError(f"--columns: rows are read as {source} reads them; name its model, or leave it out")
         metrics = finished_run.chosen_metrics([] if metric is None else [metric], None)
         options = finished_run.KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts)
         request = finished_run.SampleRequest(

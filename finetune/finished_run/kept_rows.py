@@ -10,6 +10,7 @@ A prompt without scores has a "problem" instead: its scorer failed.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from statistics import median
 from typing import Any, Literal
 
 from finetune.data.cells import BadRow, checked_text
+from finetune.scoring.function import ROUNDING
 from finetune.scoring.intervals import interval
 from finetune.scoring.texts import normalized, without_thoughts
 from finetune.wording import counted
@@ -43,7 +45,7 @@ class KeepOptions:
     thoughts: bool = True
 
     def is_right(self, answer: _Answer) -> bool:
-        return bool(answer["score"] >= self.at_least)
+        return bool(answer["score"] >= self.at_least - ROUNDING)
 
 
 def kept_rows(
@@ -56,6 +58,11 @@ def kept_rows(
     """
     rows: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
+    verdicts: dict[tuple[str, str], set[bool]] = {}  # of an answer to a question, which several prompts may ask
+    for line in lines:
+        for answer in line["answers"] if "problem" not in line else ():
+            known = verdicts.setdefault((_question_in(line), _shown(answer, options)), set())
+            known.add(options.is_right(answer))
     for line in lines:
         answers = line["answers"]
         if "problem" in line:
@@ -74,8 +81,11 @@ def kept_rows(
             reason = _unusable(answer, options)
             if not reason and options.keep == "right" and not right[index]:
                 reason = "wrong"
-            same = [answers[each]["text"] for each in usable[verdict_kept]]
-            if not reason and any(near_copies(answer["text"], each, options.near) for each in same):
+            text = _shown(answer, options)
+            if not reason and options.keep in ("pairs", "judged") and len(verdicts[_question_in(line), text]) == 2:
+                reason = "called right and wrong for one question"
+            same = [_shown(answers[each], options) for each in usable[verdict_kept]]
+            if not reason and any(near_copies(text, each, options.near) for each in same):
                 reason = "near copies of another one"
             if reason:
                 left_out[reason] += 1
@@ -104,14 +114,25 @@ def _unusable(answer: _Answer, options: KeepOptions) -> str:
         return "cut at --max-new-tokens"
     if answer.get("control"):
         return "control tokens in them"
-    text = answer["text"] if options.thoughts else without_thoughts(answer["text"])
+    text = _shown(answer, options)
     if not text.strip():
         return "empty"
+    if "\ufffd" in text:
+        return "bytes in them that are no text"
     try:
         checked_text(text, "answer")
     except BadRow:
         return "characters in them that no row may have"
     return ""
+
+
+def _shown(answer: _Answer, options: KeepOptions) -> str:
+    """The answer's text in a row."""
+    return str(answer["text"] if options.thoughts else without_thoughts(answer["text"]))
+
+
+def _question_in(line: Line) -> str:
+    return json.dumps(line["question"], sort_keys=True)
 
 
 def near_copies(text: str, other: str, near: float) -> bool:
@@ -133,10 +154,8 @@ def _row(line: Line, options: KeepOptions, chosen: Sequence[int], label: bool | 
     question = dict(line["question"])
     texts = []
     for index in chosen:
-        text = line["answers"][index]["text"]
-        if not options.thoughts:
-            text = without_thoughts(text)
-        elif "</think>" in text:  # the prompt opened the block
+        text = _shown(line["answers"][index], options)
+        if options.thoughts and "</think>" in text:  # the prompt opened the block
             text = line.get("opened", "") + text
         texts.append(text)
     prompt, by = question.pop("messages", None), {"written_by": line["by"]["model"]}
@@ -177,6 +196,7 @@ def sampled_figures(lines: Sequence[Line], options: KeepOptions) -> dict[str, An
     return {
         "prompts": len(lines),
         "failed": len(lines) - len(scored),
+        "asked_again": len(lines) - len({*map(_question_in, lines)}),
         "answers_each": count,
         "pass_at": {str(k): interval([pass_at(each, count, k) for each in right]).as_json() for k in ks},
         "solved": interval([float(each > 0) for each in right]).as_json(),
@@ -196,6 +216,8 @@ def summary_in_words(figures: Mapping[str, Any], keep: Keep) -> Iterator[str]:
         for name, each in shares.items():
             yield f"{name:14}{each['mean']:>7.3f}   [{each['low']:.3f}, {each['high']:.3f}]"
         yield f"always right: {counted(figures['always'], 'prompt')}; never right: {figures['never']:,}"
+        if figures["asked_again"]:
+            yield f"prompts with the question of an earlier one: {figures['asked_again']:,}; each has its own reference"
     for name, each in figures.get("lengths", {}).items():
         lengths = f"median {each['median']:g} tokens, longest {each['longest']:,}"
         yield f"{name} answers: {each['answers']:,}, {lengths}"

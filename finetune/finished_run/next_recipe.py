@@ -14,6 +14,7 @@ from finetune.finished_run.load import FinishedRun
 from finetune.recipe.optimizers import usual_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import Objective
+from finetune.recipe.stop_time import seconds_of
 from finetune.wording import counted
 
 OBJECTIVES: dict[Keep, Objective] = {"right": "supervised", "all": "supervised", "pairs": "dpo", "judged": "kto"}
@@ -40,9 +41,14 @@ def next_recipe(
     recipe, objective = reads.recipe, OBJECTIVES[keep]
     values = recipe.model_dump(mode="json", exclude_defaults=True)
     values.pop("hub", None)
+    run = values.pop("run", {})
+    run.pop("storage", None)  # it holds the earlier run
+    if seconds_of(run.get("stop_after", "")) is not None:  # a date is that run's
+        values["run"] = {"stop_after": run["stop_after"]}
     training = values.setdefault("training", {})
     # Of other data, or of rows held out by data.eval.
-    for key in ("max_steps", "load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"):
+    of_other_data = ("max_steps", "warmup_steps", "early_stopping_patience", "load_best_model_at_end")
+    for key in (*of_other_data, "metric_for_best_model"):
         training.pop(key, None)
     if objective != recipe.training.objective:
         for key in ("dpo", "kto"):
@@ -87,7 +93,9 @@ def next_recipe(
     values["output_dir"] = str(folder)
     Recipe.model_validate(values)  # our own text must be a valid recipe
     head = f"# Trains on {counted(len(rows), 'row')} of {file.name}, which finetune sample kept.\n"
-    if reads.trained and recipe.lora is not None:
+    if recipe.run.storage is not None:
+        head += "# run.storage is left out: each run needs a place of its own.\n"
+    if reads.trained and recipe.lora is not None and not recipe.lora.on_top:
         head += "# The adapter goes on learning; lora.on_top: true freezes it and trains a second one on top.\n"
     return head + str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 

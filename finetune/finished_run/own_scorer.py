@@ -4,7 +4,7 @@
         scorer.score("the answer", "the reference", {"column": 1})     # 1.0, or ValueError
 
 A question is a pickle on the child's standard input, its answer a JSON line. What the function prints goes to standard
-error.
+error, and what it reads from standard input is empty. Programs that it starts end with the child.
 """
 
 from __future__ import annotations
@@ -57,15 +57,17 @@ class OwnScorer:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", __name__, self._text]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         reply = self._reply(IMPORT_SECONDS)
         if "problem" in reply:
             self._end()
             raise FinetuneError(reply.get("message") or f"--scorer {self._text}: the file's import {reply['problem']}")
 
     def _end(self) -> None:
-        self._child.kill()
-        self._child.wait()
+        if self._child.returncode is None:
+            with suppress(ProcessLookupError):  # the child, and what its function started
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
         for pipe in (self._child.stdin, self._child.stdout):
             assert pipe is not None
             with suppress(BrokenPipeError):
@@ -81,8 +83,8 @@ class OwnScorer:
                 return {"problem": f"took more than {seconds:g} s"}
             part = os.read(output, 2**16)
             if not part:
-                code = self._child.wait()
                 self._end()
+                code = self._child.returncode
                 return {"problem": f"ended its process ({signal.Signals(-code).name if code < 0 else code})"}
             line += part
         reply: dict[str, Any] = json.loads(line)
@@ -93,7 +95,9 @@ def main(text: str) -> None:
     """The child: load the function, then answer questions until standard input ends."""
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    questions, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
 
     def reply(**found: Any) -> None:
@@ -107,7 +111,7 @@ def main(text: str) -> None:
     reply()
     with suppress(EOFError):
         while True:
-            answer, reference, row = pickle.load(sys.stdin.buffer)  # the parent's
+            answer, reference, row = pickle.load(questions)  # the parent's
             try:
                 reply(score=call_function(function, answer, reference, row))
             except ValueError as error:

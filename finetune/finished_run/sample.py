@@ -13,7 +13,9 @@ A command that was ended goes on after the last line. With another --keep, rows 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,7 @@ import torch
 
 from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError
-from finetune.files import append_lines, disk_errors, lock, read_lines, torn_lines, write_json, write_text
+from finetune.files import append_lines, disk_errors, lock, read_lines, write_json, write_text
 from finetune.finished_run.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
 from finetune.finished_run.endpoint import Drawn, KeptAnswers, conversations, endpoint_answers
 from finetune.finished_run.kept_rows import kept_rows, sampled_figures
@@ -40,16 +42,19 @@ from finetune.finished_run.next_recipe import json_lines, next_recipe
 from finetune.finished_run.own_scorer import OwnScorer
 from finetune.finished_run.sample_source import SampleRequest, SampleSource
 from finetune.launch.launcher import Launch
+from finetune.model.base_identity import base_identity, content_of
 from finetune.model.build import load_tokenizer
 from finetune.model.generate import MOST_BATCH_TOKENS, Answer, Sampling, may_share_a_batch
 from finetune.output_stream import one_line
 from finetune.recipe.mixed_precision import FastestFormat
 from finetune.recipe.schema import Recipe
+from finetune.run_folder.checkpoint import sha256_of
 from finetune.run_folder.facts import read_run
 from finetune.scoring.metrics import Metric, Scored, scores_of
 from finetune.scoring.texts import without_thoughts
 from finetune.tokens.dataset import prepare
 from finetune.tokens.encoder import Encoder
+from finetune.training.batch_notes import positions_of
 from finetune.training.scored_answers import (
     MOST_ROWS_OF_FILE,
     Answering,
@@ -62,6 +67,7 @@ from finetune.wording import counted
 
 RECORD, ANSWERS, ROWS, HELD_OUT, RECIPE = "sample.json", "answers.jsonl", "rows.jsonl", "held_out.jsonl", "recipe.yaml"
 LOCK = ".lock"
+SCORED_BY = ("checker", "rows")  # keys of the request whose change scores answers again, and draws none
 KEPT_REPLIES = "endpoint.jsonl"  # a server's answers until their prompts have all of theirs
 FEWEST_FAILED = 3  # prompts whose scorer failed, before most of them end the command
 PROMPTS_TO_SERVER = 64  # prompts whose answers are asked together
@@ -112,23 +118,33 @@ def _sampled(request: SampleRequest, by: Computing, say: _Say, show: _Say) -> di
     tokenizer = load_run_tokenizer(writer)
     prompts = _prompts(request, reads, writer, Encoder(tokenizer, writer.recipe.data, writer.recipe.model))
     asked = prompts.asked
+    for note in asked.notes:
+        say(f"{request.data}: {note}")
+    positions = positions_of(writer.recipe) if request.endpoint is None else None
+    most = (positions or math.inf) - asked.max_new_tokens
+    if beyond := [index for index, prompt in enumerate(asked.prompts) if len(prompt.prompt_ids) > most]:
+        say(
+            f"{asked.items[beyond[0]].place}: with {asked.max_new_tokens:,} new tokens beyond the model's "
+            f"{positions:,} positions: {counted(len(beyond), 'prompt')}; shorten such prompts, or --max-new-tokens"
+        )
     checker = _checker(request, asked)
     how, together, author = _way(request, writer, by, asked)
     wanted = {
         **{key: author.get(key) for key in ("model", "endpoint", "dtype")},
         "weights": None if request.endpoint is not None else _weights(writer),
-        "prompts": _digest([prompt.prompt_ids for prompt in asked.prompts], [item.reference for item in asked.items]),
+        "prompts": _digest(prompts.numbers, [prompt.prompt_ids for prompt in asked.prompts]),
         "n": request.count,
         **{name: getattr(request, name) for name in ("temperature", "top_p", "seed")},
         "max_new_tokens": asked.max_new_tokens,
         "checker": _checker_in_words(request, checker),
+        "rows": _digest([(item.reference, item.row) for item in asked.items]),  # which the checker reads
     }
     scorer: AbstractContextManager[OwnScorer | None] = nullcontext()
     if request.scorer is not None and by.ranks.rank == 0:
         scorer = OwnScorer(request.scorer, request.scorer_seconds)
     with scorer as own, _Record(request.folder, wanted, prompts, checker, own) as record:
-        done = rank_0_first(by, lambda: record.begin(say))
-        chunks = [range(at, min(at + together, len(asked.prompts))) for at in range(done, len(asked.prompts), together)]
+        left = rank_0_first(by, lambda: record.begin(say))
+        chunks = [tuple(left[at : at + together]) for at in range(0, len(left), together)]
         for chunk, answers in _answers(request, writer, by, prompts, how, chunks, show, say):
             of_prompts = [answers[at : at + request.count] for at in range(0, len(answers), request.count)]
             new = [
@@ -159,8 +175,9 @@ class _Record:
         if self.locked is not None:
             os.close(self.locked)
 
-    def begin(self, say: _Say) -> int:
-        """Look at earlier answers, and score them again if the checker has changed or failed. Returns their number.
+    def begin(self, say: _Say) -> list[int]:
+        """Look at earlier answers, and score them again if the checker has changed or failed. Returns the prompts that
+        have none.
 
         Raises FinetuneError if another command writes here, or one has answered another request here.
         """
@@ -175,17 +192,22 @@ class _Record:
                 raise FinetuneError(
                     f"--output {folder}: another command is writing here ({error.strerror}); name another folder"
                 ) from None
-        earlier = self._earlier()
-        again = [line for line in self.lines if "problem" in line or earlier != self.wanted["checker"]]
-        if again and earlier != self.wanted["checker"]:
-            say(f"{file}: scored again by {self.wanted['checker']}, before by {earlier}")
+        earlier, checker = self._earlier(), self.wanted["checker"]
+        changed = any(earlier.get(key) != self.wanted[key] for key in SCORED_BY)
+        again = [line for line in self.lines if "problem" in line or changed]
+        if again and earlier.get("checker") != checker:
+            say(f"{file}: scored again by {checker}, before by {earlier.get('checker')}")
+        elif again and changed:
+            say(f"{file}: scored again, because references or columns of the rows have changed")
         self._score(again)
-        if again or (file.exists() and torn_lines(file) + (not file.read_bytes().endswith(b"\n"))):
-            write_text(file, json_lines(self.lines))
+        written = json_lines(self.lines)
+        if again or (file.exists() and file.read_bytes() != written.encode()):
+            write_text(file, written)
         write_json(folder / RECORD, {"request": dict(self.wanted)})
         if self.lines:
             say(f"{file}: has {counted(len(self.lines), 'prompt')} already, of {len(self.prompts.numbers):,}")
-        return len(self.lines)
+        done = {line["row"] for line in self.lines}
+        return [index for index, number in enumerate(self.prompts.numbers) if number not in done]
 
     def append(self, new: list[dict[str, Any]]) -> None:
         """Score these lines and write them. Raises FinetuneError if the scorer has failed on most prompts."""
@@ -197,30 +219,38 @@ class _Record:
     def whole(self) -> list[dict[str, Any]]:
         """The lines of all prompts. Raises FinetuneError if the scorer failed on most of them."""
         _refuse_failing(self.lines, 1)
-        return self.lines
+        return sorted(self.lines, key=lambda line: int(line["row"]))
 
-    def _earlier(self) -> str:
-        """Read the lines that an earlier command wrote. Returns its checker, "" if there was none."""
+    def _earlier(self) -> dict[str, Any]:
+        """Read the lines that an earlier command wrote. Returns its request, {} if there was none."""
         if not (self.folder / RECORD).is_file():
-            return ""
+            return {}
         recorded = read_object(self.folder / RECORD).get("request")
         recorded = recorded if isinstance(recorded, dict) else {}
         for key, value in self.wanted.items():
-            if key != "checker" and recorded.get(key) != value:
+            if key not in SCORED_BY and recorded.get(key) != value:
                 words = {"prompts": "other prompts", "weights": "other weights"}
                 asked = words.get(key, f"{key} {recorded.get(key)}, not {value}")
                 raise FinetuneError(
                     f"--output {self.folder}: holds answers of another request ({asked}); name another folder"
                 )
         if (self.folder / ANSWERS).is_file():
-            self.lines = read_lines(self.folder / ANSWERS)
-        return str(recorded.get("checker"))
+            # A line that was torn or deleted is of a prompt that is asked again, and a doubled one counts once.
+            answered = {line["row"]: line for line in read_lines(self.folder / ANSWERS) if _is_whole(line, self.wanted)}
+            self.lines = [answered[number] for number in self.prompts.numbers if number in answered]
+        return recorded
 
     def _score(self, lines: Sequence[dict[str, Any]]) -> None:
         items = self.prompts.asked.items
         places = {number: place for place, number in enumerate(self.prompts.numbers)}
         for line in lines:
             _score(line, items[places[line["row"]]], items, self.checker, self.own)
+
+
+def _is_whole(line: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a line of answers.jsonl has a prompt's number and all of its answers."""
+    answers = line.get("answers")
+    return isinstance(line.get("row"), int) and isinstance(answers, list) and len(answers) == wanted["n"]
 
 
 def _opened(source: SampleSource) -> FinishedRun:
@@ -301,12 +331,11 @@ def _held_out(reads: FinishedRun) -> Iterator[tuple[str, _Question, str]]:
 
 
 def _key(question: _Question) -> tuple[str, ...]:
-    """A question without case, spaces and system turn, so that a row is found again in another file."""
-    if isinstance(question, Passage):
-        texts = [question.prompt]
-    else:
-        texts = [f"{turn['role']}: {turn['content']}" for turn in question.messages if turn["role"] != "system"]
-    return tuple(" ".join(text.split()).casefold() for text in texts)
+    """A question without case, spaces, system turn and layout, so that a row is found again in another file."""
+    texts = [question.prompt] if isinstance(question, Passage) else []
+    if isinstance(question, Chat):
+        texts = [str(turn["content"]) for turn in question.messages if turn["role"] != "system"]
+    return tuple(unicodedata.normalize("NFC", " ".join(text.split()).casefold()) for text in texts)
 
 
 def _written_question(question: _Question) -> dict[str, Any]:
@@ -374,17 +403,17 @@ def _answers(
     by: Computing,
     prompts: _Prompts,
     how: Answering,
-    chunks: Sequence[range],
+    chunks: Sequence[tuple[int, ...]],
     show: _Say,
     say: _Say,
-) -> Iterator[tuple[range, list[Answer]]]:
+) -> Iterator[tuple[tuple[int, ...], list[Answer]]]:
     """Each chunk of prompts with their answers, one prompt's after another's, on every rank."""
     asked, count = prompts.asked, request.count
     if not chunks:
         return
 
-    def show_chunk(chunk: range) -> _Say:
-        return lambda text: show(f"prompt {chunk.start + 1:,} of {len(asked.prompts):,}: {text}")
+    def show_chunk(chunk: tuple[int, ...]) -> _Say:
+        return lambda text: show(f"prompt {chunk[0] + 1:,} of {len(asked.prompts):,}: {text}")
 
     draws = {chunk: [(prompts.numbers[index], each) for index in chunk for each in range(count)] for chunk in chunks}
     if request.endpoint is not None:
@@ -444,6 +473,7 @@ def _line(
 def _score(line: dict[str, Any], item: Scored, among: Sequence[Scored], checker: Metric, own: OwnScorer | None) -> None:
     """Write each answer's score into the line, or the problem in place of all of them."""
     line.pop("problem", None)
+    line["reference"] = item.reference
     texts = [answer["text"] for answer in line["answers"]]
     try:
         if own is None:
@@ -468,11 +498,12 @@ def _refuse_failing(lines: Sequence[Mapping[str, Any]], fewest: int) -> None:
 
 
 def _weights(writer: FinishedRun) -> str:
-    """The weights that answer: a run's files with their sizes and times, or a base's name and revision."""
+    """The weights that answer, by their content. A base that is not on this machine is known by name and revision."""
     if not writer.trained:
-        return f"{writer.recipe.model.name_or_path} {writer.recipe.model.revision}"
+        base = base_identity(writer.recipe.model)
+        return base["content"] or f"{base['name']} {base['revision']}"
     files = sorted(writer.product.glob("*.safetensors"))
-    return _digest([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+    return content_of(writer.product) or _digest([(file.name, sha256_of(file)) for file in files])
 
 
 def _digest(*things: Any) -> str:

@@ -218,6 +218,12 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
     if rows < readers:
         idle = f"{counted(rows, 'row')} a step leave {readers - rows} of {readers} ranks without one"
         yield f"training.global_batch_size: {idle}; raise it to {readers}, or take fewer GPUs"
+    image = plan.options.image or ""
+    is_of_apptainer = "://" in image or image.endswith(".sif") or os.path.isdir(image)  # a folder is a sandbox
+    if image and plan.launcher == "slurm" and not is_of_apptainer:
+        yield f"--image: apptainer reads {image} as a file's name; write docker://{image}, or a .sif file"
+    if image and plan.launcher in ("kubeflow", "hf-jobs") and is_of_apptainer:
+        yield f"--image: {image} is apptainer's, and {plan.launcher} takes a registry's: REGISTRY/finetune:1.0"
     if plan.launcher in ("kubeflow", "hf-jobs"):
         yield from _misfits_of_an_image(plan)
 

@@ -19,7 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from finetune.errors import FinetuneError
+from finetune.data.sources import resolve
+from finetune.errors import DataError, FinetuneError
 from finetune.files import exclusive, read_lines, remove_folder, write_json
 from finetune.launch.local_ranks import check_rank_count
 from finetune.launch.with_parent import with_parent
@@ -174,12 +175,17 @@ def compare_one(comparison: Comparison, number: int, progress: StepCallback) -> 
 
 
 def _key(comparison: Comparison, row: ComparedRow) -> str:
-    """A hash of everything that decides a row's figures: recipe, command, device and data files."""
-    files = []
+    """A hash of everything that decides a row's figures: recipe, command, device, data files, the start's adapter."""
+    named, scored, adapter = list[Path](), row.recipe.eval.generate.file, row.recipe.model.adapter
     for entry in row.recipe.data.sets:
-        for name in [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []:
-            with suppress(OSError):
-                files.append([name, os.stat(name).st_size, os.stat(name).st_mtime_ns])
+        with suppress(DataError):  # the job says it
+            named += resolve(entry).files
+    named += [Path(scored)] if scored is not None else []
+    named += sorted(Path(adapter).glob("*.safetensors")) if adapter is not None else []
+    files = []
+    for name in named:
+        with suppress(OSError):
+            files.append([str(name), name.stat().st_size, name.stat().st_mtime_ns])
     # An earlier release's row may lack a figure: with other names it is run again.
     parts = [row.recipe.model_dump(mode="json"), job_command(comparison, row)[1:], comparison.device, files, MEASURES]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()

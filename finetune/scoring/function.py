@@ -14,14 +14,20 @@ from finetune.errors import FinetuneError
 from finetune.output_stream import one_line
 
 UserFunction = Callable[[str, str, Mapping[str, Any]], Any]
+ROUNDING = 1e-6  # of a score: ten times 0.1 is 0.9999999999999999, and float32 writes 0.7 as 0.69999999
 
 
 @contextmanager
 def _held() -> Iterator[None]:
-    """A function that ends the process would end `eval` with its own exit code, and so pass a gate."""
-    end = os._exit
+    """A function that ends the process would end `eval` with its own exit code, and so pass a gate.
+
+    A process that the function forks, as multiprocessing does, ends as it wants: else it would go on as this one.
+    """
+    end, process = os._exit, os.getpid()
 
     def refuse(code: int = 0) -> None:
+        if os.getpid() != process:
+            end(code)
         raise SystemExit(code)
 
     os._exit = refuse  # type: ignore[assignment]
@@ -67,10 +73,10 @@ def call_function(function: UserFunction, answer: str, reference: str, row: Mapp
             score = function(answer, reference, row)
             if hasattr(score, "item"):  # a number of numpy or torch
                 score = score.item()
-            right = isinstance(score, bool | int | float) and math.isfinite(score) and 0 <= score <= 1
+            right = isinstance(score, bool | int | float) and math.isfinite(score) and 0 <= score <= 1 + ROUNDING
             shown = "" if right else repr(score)
     except (Exception, SystemExit) as error:  # any mistake in the user's function
         raise ValueError(f"the function raised {_in_words(error)}") from error
     if not right:
         raise ValueError(f"the function returned {one_line(shown[:400], 80)}; return a number from 0 to 1, or a bool")
-    return float(score)
+    return min(1.0, float(score))

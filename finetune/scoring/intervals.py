@@ -4,6 +4,8 @@
   of 100, which a bootstrap takes for certain.
 - Other scores, and differences between two models, have the bootstrap over rows (Efron 1979): percentiles of the means
   of resampled rows.
+- Equal scores resample to an interval of no width, which says nothing. Scores from 0 to 1 spread no wider than right
+  and wrong answers with the same mean, so they have Wilson's interval: 0.05 to 0.95 for one row with 0.5.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ class MeanInterval:
 
 
 def interval(scores: Sequence[float]) -> MeanInterval:
-    """The mean of the scores and its interval."""
-    if set(scores) <= {0.0, 1.0}:
-        return _wilson(int(sum(scores)), len(scores))
+    """The mean of scores from 0 to 1, and its interval."""
+    if set(scores) <= {0.0, 1.0} or len(set(scores)) == 1:
+        return _wilson(sum(scores), len(scores))
     return _bootstrap(scores)
 
 
@@ -54,7 +56,7 @@ def paired_interval(before: Sequence[float], after: Sequence[float]) -> MeanInte
     return _bootstrap(np.subtract(after, before).tolist())
 
 
-def _wilson(right: int, count: int) -> MeanInterval:
+def _wilson(right: float, count: int) -> MeanInterval:
     share, z = right / count, NormalDist().inv_cdf((1 + LEVEL) / 2)
     scale = 1 + z**2 / count
     middle = (share + z**2 / (2 * count)) / scale

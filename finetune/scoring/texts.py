@@ -21,7 +21,13 @@ _ARTICLE = re.compile(r"(?:\b(?:[Aa]n|AN|[Tt]he|THE|a)|(?:^|(?<=[.!?:\n]\s))A)\b
 _MEANT = regex.compile(r"(?<![\p{L}\p{N}])-(?=\d)|(?<=\d)[.,/](?=\d)|(?<=\w)#|#(?=\d)|(?<=\d\s?)%|&")
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 _TAGS = [
-    (re.compile(rf"\s*{opening}", re.IGNORECASE), re.compile(rf"(?<![ \t`'\"(]){closing}(?![`'\"])", re.IGNORECASE))
+    (
+        re.compile(rf"\s*{opening}", re.IGNORECASE),
+        re.compile(rf"(?<![ \t`'\"(]){closing}(?![`'\"])", re.IGNORECASE),
+        re.compile(
+            rf"(?<![`'\"(]){closing}(?![`'\"])", re.IGNORECASE
+        ),  # within a sentence: closes if nothing else does
+    )
     for opening, closing in (
         ("<think>", "</think>"),
         ("<thinking>", "</thinking>"),
@@ -49,9 +55,11 @@ def without_thoughts(text: str) -> str:
     opened = True
     while opened:
         opened = False
-        for opening, closing in _TAGS:
+        for opening, closing, loose in _TAGS:
             start = opening.match(text)
             end = closing.search(text, start.end() if start else 0)
+            if end is None and start is not None:
+                end = loose.search(text, start.end())
             if end is not None:
                 text, opened = text[end.end() :], True
             elif start is not None:

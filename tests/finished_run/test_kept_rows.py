@@ -6,9 +6,17 @@ import itertools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
-from finetune.finished_run.kept_rows import KeepOptions, kept_rows, near_copies, pass_at, sampled_figures
+from finetune.finished_run.kept_rows import (
+    KeepOptions,
+    kept_rows,
+    near_copies,
+    pass_at,
+    sampled_figures,
+    summary_in_words,
+)
 from finetune.model.generate import Sampling
 
 WORDS = "river boat sea stone bird hill morning road green song".split()
@@ -46,6 +54,9 @@ def by_script(lines: list[dict[str, Any]], keep: str, most: int, skipped: str, s
         for index in order:
             answer, kind = line["answers"][index], 1.0 if keep == "all" else scores[index]
             texts = [line["answers"][each]["text"] for each in found[kind]]
+            both = {each["score"] for each in line["answers"] if each["text"] == answer["text"]} == {0.0, 1.0}
+            if keep in ("pairs", "judged") and both:
+                continue
             if answer["ended"] and answer["text"] and answer["text"] not in texts:
                 found[kind].append(index)
         good, bad = found[1.0], found[0.0]
@@ -119,6 +130,68 @@ def test_the_summary() -> None:
 )
 def test_near_copies(text: str, other: str, near: float, copies: bool) -> None:
     assert near_copies(text, other, near) is copies
+
+
+@pytest.mark.parametrize(
+    ("score", "at_least", "right"),
+    [
+        (sum([0.1] * 10), 1.0, True),  # 0.9999999999999999
+        (sum([0.1] * 8), 0.8, True),
+        (float(np.float32(0.7)), 0.7, True),  # 0.69999998...
+        (0.9999, 1.0, False),
+        (0.79, 0.8, False),
+    ],
+)
+def test_a_score_is_right_up_to_rounding(score: float, at_least: float, right: bool) -> None:
+    assert KeepOptions("right", at_least).is_right({"score": score}) is right
+
+
+def asked(questions: str, texts: list[list[tuple[str, float]]]) -> list[dict[str, Any]]:
+    """A prompt for each letter, with its answers and their scores."""
+    return [
+        {
+            "row": row,
+            "question": {"prompt": letter},
+            "by": {"model": "m"},
+            "answers": [{"text": text, "tokens": len(text), "ended": True, "score": score} for text, score in answers],
+        }
+        for row, (letter, answers) in enumerate(zip(questions, texts, strict=True))
+    ]
+
+
+def test_copies_are_those_of_the_rows() -> None:
+    """Without thoughts, equal answers are copies whatever was thought, and equal thoughts make none."""
+    long = "the river and the sea and the boat and the bird and the stone and the hill"
+    thought = [f"<think>{long}</think>red", f"<think>{long[::-1]}</think>red", f"<think>{long}</think>blue"]
+    lines = asked("q", [[(text, 1.0) for text in thought]])
+    kept, left_out = kept_rows(lines, KeepOptions("all", thoughts=False), lambda row, index: index / 8)
+    assert [row["completion"] for row in kept] == ["red", "blue"]
+    assert left_out == {"near copies of another one": 1}
+    assert len(kept_rows(lines, KeepOptions("all", near=1.0), lambda row, index: index / 8)[0]) == 3
+
+
+@pytest.mark.parametrize("keep", ["right", "pairs", "judged", "all"])
+def test_one_question_has_one_verdict_for_an_answer(keep: Any) -> None:
+    """A question with two right answers, a row each: red and blue are right for one row and wrong for the other."""
+    lines = asked("qqr", [[("red", 1), ("blue", 0), ("nine", 0)], [("red", 0), ("blue", 1)], [("red", 0), ("tea", 1)]])
+    rows, left_out = kept_rows(lines, KeepOptions(keep), lambda row, index: index / 8)
+    assert left_out.get("called right and wrong for one question", 0) == {"pairs": 4, "judged": 4}.get(keep, 0)
+    if keep == "pairs":
+        assert [(row["prompt"], row["chosen"], row["rejected"]) for row in rows] == [("r", "tea", "red")]
+    if keep == "judged":
+        assert [(row["prompt"], row["completion"]) for row in rows] == [("q", "nine"), ("r", "red"), ("r", "tea")]
+    figures = sampled_figures(lines[:2], KeepOptions(keep)) | {"rows": 0, "left_out": {}}
+    assert figures["asked_again"] == 1
+    assert "prompts with the question of an earlier one: 1; each has its own reference" in summary_in_words(
+        figures, keep
+    )
+
+
+def test_a_text_that_was_no_text_is_no_row() -> None:
+    lines = asked("q", [[("re\ufffd", 1.0), ("red", 1.0)]])
+    rows, left_out = kept_rows(lines, KeepOptions("all"), lambda row, index: index / 8)
+    assert [row["completion"] for row in rows] == ["red"]
+    assert left_out == {"bytes in them that are no text": 1}
 
 
 def test_thoughts_are_kept_or_not() -> None:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from finetune.cli.main import main
 from finetune.files import append_lines, read_lines
 from finetune.finished_run import sample
 from finetune.finished_run.kept_rows import pass_at
+from finetune.finished_run.load import FinishedRun
+from finetune.finished_run.next_recipe import next_recipe
+from finetune.finished_run.own_scorer import OwnScorer
 from finetune.model import generate
 from finetune.model.build import load_tokenizer
-from finetune.recipe.loader import load_recipe
+from finetune.recipe.loader import load_recipe, recipe_from_resolved
 from finetune.tokens.dataset import prepare
 from finetune.train import main as train
 from finetune.training import scored_answers
@@ -203,6 +209,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--scorer", "EXITS"], "--scorer EXITS: the file fails: SystemExit: 0"),
     (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     (["--data", "HELD"], "held.jsonl:1: is held out by the recipe ("),
+    (["--data", "HELD TEXT"], "text.jsonl:1: is held out by the recipe ("),
     (["--data", "UNANSWERED"], "unanswered.jsonl:1: no assistant turn"),
     (["--data", "EMPTY"], "no row has a question and an answer"),
     (["--output", "CHECK_FILE"], "is a file; name a folder that may be written"),
@@ -231,12 +238,15 @@ def bad_files(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     row = json.loads((run.parent / "chats.jsonl").read_text("utf-8").splitlines()[number - 1])
     row["messages"][0]["content"] = f"  {row['messages'][0]['content'].upper()}"  # it is the same question
     (folder / "held.jsonl").write_text(json.dumps(row) + "\n", "utf-8")
+    question, answer = (turn["content"] for turn in row["messages"])
+    (folder / "text.jsonl").write_text(json.dumps({"prompt": question, "completion": answer}) + "\n", "utf-8")
     return {
         "CHECK": f"{run.parent / 'check.py'}:score",
         "CHECK:judge": f"{run.parent / 'check.py'}:judge",
         "CHECK_FILE": str(run.parent / "check.py"),
         "EXITS": f"{folder / 'exits.py'}:score",
         "HELD": str(folder / "held.jsonl"),
+        "HELD TEXT": str(folder / "text.jsonl"),
         "UNANSWERED": str(folder / "unanswered.jsonl"),
         "EMPTY": str(folder / "empty.jsonl"),
         "OTHERS": str(folder / "others"),
@@ -377,6 +387,139 @@ def test_another_request_is_refused_in_a_folder_with_answers(
     assert (whole / "answers.jsonl").read_bytes() == before
 
 
+def test_edited_rows_are_scored_again(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A column that the scorer reads, then a reference. No answer is drawn again."""
+    data, rows = tmp_path / "tasks.jsonl", read_lines(run.parent / "tasks.jsonl")[:3]
+    (tmp_path / "by.py").write_text(
+        "def score(answer, reference, row):\n    return row['right'] == reference\n", "utf-8"
+    )
+    texts = []
+    for right, reference, score in (("no", "yes", 0.0), ("yes", "yes", 1.0), ("yes", "else", 0.0)):
+        for row in rows:
+            row["messages"][-1]["content"] = reference
+        data.write_text("".join(json.dumps(row | {"right": right}) + "\n" for row in rows), "utf-8")
+        command = words(
+            run, tmp_path / "out", "--data", str(data), "--scorer", f"{tmp_path / 'by.py'}:score", "--n", "2"
+        )
+        assert main(command) == 0
+        lines = read_lines(tmp_path / "out/answers.jsonl")
+        assert {each["score"] for line in lines for each in line["answers"]} == {score}
+        assert {line["reference"] for line in lines} == {reference}
+        texts.append([each["text"] for line in lines for each in line["answers"]])
+        said = "because references or columns of the rows have changed" in capsys.readouterr().out
+        assert said is (len(texts) > 1)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_what_is_left_out_or_beyond_the_model_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows with an empty cell, and prompts that the model has no positions for."""
+    model = save_tiny(tmp_path / "short", max_position_embeddings=40)
+    rows = [{"prompt": text, "completion": answer} for text, answer in (("a river", "b"), ("a " * 38, "b"), ("c", ""))]
+    data = tmp_path / "tasks.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    recipe = {
+        "model": {"name_or_path": str(model)},
+        "data": {"train": [{"path": str(data), "drop": ["empty"]}]},
+        "budget": {"gpus": 0},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), "utf-8")
+    asked = ["--data", str(data), "-o", str(tmp_path / "out"), "--n", "2", "--max-new-tokens", "4", "--metric", "exact"]
+    assert main(["sample", str(tmp_path / "recipe.yaml"), *asked]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tasks.jsonl: 1 row with an empty cell left out" in said
+    assert "tasks.jsonl:2: with 4 new tokens beyond the model's 40 positions: 1 prompt; shorten such" in said
+
+
+def test_prompts_without_a_whole_line_are_asked(run: Path, whole: Path, tmp_path: Path) -> None:
+    """Lines that are gone, torn or doubled in the middle of answers.jsonl. The answers are those of one command."""
+    file, more = tmp_path / "out/answers.jsonl", ["--limit", "6"]
+    assert main(words(run, tmp_path / "out", *more)) == 0
+    lines = file.read_text("utf-8").splitlines()
+    rows = (tmp_path / "out/rows.jsonl").read_bytes()
+    half = {"row": 4, "answers": json.loads(lines[4])["answers"][:3]}
+    file.write_text("\n".join([lines[0], lines[0], lines[2][:90], lines[5], lines[3], json.dumps(half)]), "utf-8")
+    assert main(words(run, tmp_path / "out", *more)) == 0
+    assert sorted(file.read_text("utf-8").splitlines()) == sorted(lines)
+    assert (tmp_path / "out/rows.jsonl").read_bytes() == rows
+
+
+def test_weights_are_known_by_their_content(
+    run: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of the run goes on, whatever its files' times. Other weights under the old name are refused."""
+    copied, folder = tmp_path / "run", tmp_path / "out"
+    assert main(words(run, folder, "--limit", "2", "--n", "2")) == 0
+    shutil.copytree(run, copied)  # with times of its own
+    more = ["--data", str(run.parent / "tasks.jsonl"), "--scorer", f"{run.parent / 'check.py'}:score"]
+    small = ["--limit", "2", "--n", "2", *NEW, *more]
+    os.utime(copied / "adapter/adapter_model.safetensors", (0, 0))
+    assert main(["sample", str(copied), "-o", str(folder), *small]) == 0
+    weights = copied / "adapter/adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-2] + b"\0\0")
+    assert main(["sample", str(copied), "-o", str(folder), *small]) == 2
+    model = shutil.copytree(base, tmp_path / "model")
+    assert main(["sample", str(model), "-o", str(tmp_path / "by model"), *small]) == 0
+    save_tiny(model, seed=5)
+    assert main(["sample", str(model), "-o", str(tmp_path / "by model"), *small]) == 2
+    assert capsys.readouterr().err.count("holds answers of another request (other weights)") == 2
+
+
+@pytest.mark.parametrize(("stop", "kept"), [("3h50m", "3h50m"), ("2031-06-01T18:00Z", None)])
+def test_the_next_recipe_is_no_part_of_the_earlier_run(run: Path, stop: str, kept: str | None) -> None:
+    """Its place on a storage, its date, and a warmup that was counted for other data."""
+    made = recipe_from_resolved(run / "recipe.yaml")
+    changed = {
+        "run": made.run.model_copy(update={"storage": "s3://bucket/one", "stop_after": stop}),
+        "training": made.training.model_copy(update={"warmup_steps": 500, "max_steps": 5000, "warmup_ratio": 0.0}),
+    }
+    reads = FinishedRun(run, made.model_copy(update=changed))
+    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}] * 8
+    text = next_recipe(reads, Path("samples/one/rows.jsonl"), rows, "right", None, "exact")
+    assert text.count("# run.storage is left out: each run needs a place of its own.\n") == 1
+    values = yaml.safe_load(text)
+    assert values.get("run", {}) == ({"stop_after": kept} if kept else {})
+    assert not {"warmup_steps", "max_steps"} & {*values["training"]}
+
+
+def test_a_scorer_may_fork(tmp_path: Path) -> None:
+    """A forked process, as multiprocessing's, ends as it wants. It answers no question in the scorer's place."""
+    code = (
+        "import multiprocessing\n"
+        "def score(answer, reference, row):\n"
+        "    own = multiprocessing.get_context('fork').Process(target=print)\n"
+        "    own.start()\n"
+        "    own.join()\n"
+        "    return answer == 'right' and own.exitcode == 0\n"
+    )
+    (tmp_path / "forks.py").write_text(code, "utf-8")
+    with OwnScorer(f"{tmp_path / 'forks.py'}:score", seconds=20.0) as scorer:
+        answers = ["right", "wrong"] * 3
+        assert [scorer.score(answer, "", {}) for answer in answers] == [1.0, 0.0] * 3
+
+
+def test_what_a_scorer_starts_ends_with_it(tmp_path: Path) -> None:
+    """The answer's program reads nothing from standard input, and does not outlive the scorer's time."""
+    code = (
+        "import subprocess, sys\n"
+        "def score(answer, reference, row):\n"
+        "    child = subprocess.Popen([sys.executable, '-c', answer])\n"
+        "    open('started', 'w').write(str(child.pid))\n"
+        "    return child.wait() == 0\n"
+    )
+    (tmp_path / "runs.py").write_text(code.replace("'started'", repr(str(tmp_path / "started"))), "utf-8")
+    with OwnScorer(f"{tmp_path / 'runs.py'}:score", seconds=5.0) as scorer:
+        assert scorer.score("import sys; sys.exit(len(sys.stdin.read()))", "", {}) == 1.0
+        with pytest.raises(ValueError, match="took more than 5 s"):
+            scorer.score("while True: pass", "", {})
+        number = int((tmp_path / "started").read_text())
+        state = Path(f"/proc/{number}/stat")
+        until = time.monotonic() + 10
+        while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not state.exists() or state.read_text().split()[2] == "Z"
+        assert scorer.score("pass", "", {}) == 1.0
+
+
 @pytest.mark.thorough
 def test_held_out_prompts_can_be_left_out(run: Path, bad_files: dict[str, str], tmp_path: Path) -> None:
     data = tmp_path / "both.jsonl"
@@ -454,7 +597,7 @@ def test_texts_stay_texts(run: Path, tmp_path: Path) -> None:
     for keep, keys in (("all", {"prompt", "completion"}), ("judged", {"prompt", "completion", "label"})):
         assert main(words(run, tmp_path / "out", "--data", str(file), "--keep", keep)) == 0
         found = read_lines(tmp_path / "out/rows.jsonl")
-        assert len(found) > 16
+        assert len(found) > 12
         assert all({*row} == {*keys, "written_by"} and row["prompt"].startswith("say ") for row in found)
         recipe = load_recipe(tmp_path / "out/recipe.yaml").recipe
         assert prepare(recipe, load_tokenizer(recipe)).facts["documents"] == len(found)
@@ -485,3 +628,22 @@ def test_a_models_rows_are_asked_as_init_would_train_them(tmp_path: Path, base: 
     assert main([*asked, "--max-new-tokens", "3", "--metric", "exact", "--limit", "2"]) == 0
     questions = [line["question"] for line in read_lines(tmp_path / "out" / "answers.jsonl")]
     assert questions == [{"messages": [{"role": "user", "content": row["prompt"]}]} for row in rows[:2]]
+
+
+def test_columns_that_may_be_read_in_two_ways(
+    run: Path, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The remedy that a model's refusal names is an option of this command. A run reads its rows its own way."""
+    rows = read_lines(run.parent / "tasks.jsonl")[:2]
+    data = tmp_path / "tasks.jsonl"
+    data.write_text(
+        "".join(json.dumps(row | {"want": ["yes", "no"][at]}) + "\n" for at, row in enumerate(rows)), "utf-8"
+    )
+    asked = ["--data", str(data), "-o", str(tmp_path / "out"), "--n", "2", "--max-new-tokens", "3", "--metric", "exact"]
+    assert main(["sample", str(base), *asked]) == 2
+    remedy = ["--columns", "{messages: messages}"]
+    assert f"say which: {remedy[0]} '{remedy[1]}'" in " ".join(capsys.readouterr().err.split())
+    assert main(["sample", str(run), *asked, *remedy]) == 2
+    assert "--columns: rows are read as " in capsys.readouterr().err
+    assert main(["sample", str(base), *asked, *remedy]) == 0
+    assert len(read_lines(tmp_path / "out/answers.jsonl")) == 2

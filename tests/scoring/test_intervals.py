@@ -36,8 +36,14 @@ def test_a_share_has_scipys_wilson_interval(right: int, count: int) -> None:
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
 
 
-def test_equal_scores_have_no_width() -> None:
-    assert interval([0.5] * 10).as_json() == {"mean": 0.5, "low": 0.5, "high": 0.5}
+@pytest.mark.parametrize(("score", "count"), [(0.5, 1), (0.25, 8), (0.75, 100)])
+def test_equal_scores_are_not_certain(score: float, count: int) -> None:
+    """Wilson's ends are where the mean is 1.96 standard errors of p (1 - p) away, the widest a score can spread."""
+    found = interval([score] * count)
+    assert found.mean == score
+    for end in (found.low, found.high):
+        assert abs(score - end) == pytest.approx(1.959964 * (end * (1 - end) / count) ** 0.5, abs=1e-6)
+    assert found.low < score < found.high
 
 
 def test_the_same_scores_give_the_same_interval() -> None:

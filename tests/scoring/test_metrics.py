@@ -270,6 +270,10 @@ def test_thoughts() -> None:
     assert without_thoughts("<think>a</think>\n\nb") == "b"
     assert without_thoughts("a</think>b") == "b"  # the template opened the block in the prompt
     assert without_thoughts("<think>never ends") == ""
+    assert without_thoughts("<think>so it is 4. </think>\n4") == "4"
+    assert without_thoughts("<think>what </think> is\n</think>4") == "4"
+    assert without_thoughts("<think>never `</think>` ends") == ""
+    assert without_thoughts("one writes </think> to end it") == "one writes </think> to end it"
 
 
 # (metric, answer, reference, score counted by hand): one line of each kind that was once scored wrongly
