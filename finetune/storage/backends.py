@@ -1,4 +1,4 @@
-"""The places that keep a run: a folder, an object store (fsspec), a branch on the Hub.
+"""The places that keep a run: a folder, an object store (fsspec), a branch or a bucket on the Hub.
 
 Each has six operations on paths below its address. `create` is the only one that decides anything between two writers:
 it writes a small object if there is none with that name, and only one of two writers succeeds.
@@ -17,9 +17,10 @@ from typing import Any, Protocol, cast
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import TEMPORARY_PREFIX, remove_folder, sync
 from finetune.hub.branch import HubBranch
+from finetune.hub.bucket import HubBucket
 from finetune.hub.client import classify_error
 from finetune.output_stream import one_line
-from finetune.recipe.storage_address import HUB_BRANCH
+from finetune.recipe.storage_address import HUB_BRANCH, HUB_BUCKET
 from finetune.redaction import hide_secrets, known_secrets
 
 CONNECT_SECONDS, READ_SECONDS = 10, 300  # of one request to an object store
@@ -31,6 +32,7 @@ class Storage(Protocol):
 
     url: str
     is_shared: bool  # an owner can show life by small writes; else each write is a commit
+    is_atomic: bool  # `create` is one operation of the store; else another writer may come in between
     in_one_commit: bool  # `create` also does the puts and removals before it, and readers see all of them or none
 
     def names(self) -> list[str]:
@@ -63,6 +65,8 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
     if HUB_BRANCH.fullmatch(url):
         return HubBranch(url, private=private)
     try:
+        if HUB_BUCKET.fullmatch(url):
+            return HubBucket(url, private=private)
         import fsspec
 
         scheme = url.partition("://")[0]
@@ -71,7 +75,7 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
             options["config_kwargs"] = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS}
         return ObjectStorage(url, fsspec.filesystem(scheme, **options))
     except ImportError as error:
-        needed = {"gs": "gcsfs", "az": "adlfs"}.get(url.partition("://")[0], "'finetune[storage]'")
+        needed = {"gs": "gcsfs", "az": "adlfs", "hf": "hf_xet"}.get(url.partition("://")[0], "'finetune[storage]'")
         reason = " ".join(str(error).split())
         raise FinetuneError(f"{url}: a package is missing ({reason}); pip install {needed}") from None
 
@@ -79,7 +83,7 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
 class FolderStorage:
     """A folder, perhaps on a network's file system. Each file is complete or absent."""
 
-    is_shared, in_one_commit = True, False
+    is_shared, in_one_commit, is_atomic = True, False, True
 
     def __init__(self, url: str) -> None:
         self.url, self._root = url, Path(url.removeprefix("file://"))
@@ -140,7 +144,7 @@ class ObjectStorage:
     `create` is fsspec's `mode="create"`: If-None-Match on S3. storage/journal.py tries once whether the store obeys it.
     """
 
-    is_shared, in_one_commit = True, False
+    is_shared, in_one_commit, is_atomic = True, False, True
 
     def __init__(self, url: str, system: Any) -> None:
         self.url, self._system, self._root = url, system, url.rstrip("/")

@@ -282,8 +282,8 @@ def take_lease(
 
 
 def is_conditional(lease: Lease) -> bool:
-    """Whether the store keeps an object that exists, as asked: some ignore the condition and overwrite it."""
-    return not lease.storage.create(lease.entry.name, lease.entry.as_bytes())
+    """Whether the store keeps an object that exists, as asked: some have no condition, or ignore it and overwrite."""
+    return lease.storage.is_atomic and not lease.storage.create(lease.entry.name, lease.entry.as_bytes())
 
 
 def _watch(storage: Storage, entry: Entry, log: Callable[[str], None], pause: Callable[[float], None]) -> None:
