@@ -1,7 +1,7 @@
 """A bucket on the Hub as a run's storage (storage/backends.py): files that are overwritten in place.
 
 Contents go by Xet (the package hf_xet), names by the Hub's API. huggingface_hub's file system is not used: it answers
-from listings that it made before, so an owner would not see that another start took its run, and before 2.0 it took
+from listings that it made before, so an owner would not see that another start took its run, and 1.5's takes
 `buckets` for a user's name.
 """
 
@@ -29,12 +29,12 @@ class HubBucket:
         assert match is not None, url
         if constants.HF_HUB_OFFLINE:
             raise EnvironmentMismatch(f"{url}: HF_HUB_OFFLINE is set, so the Hub cannot be asked; unset it")
-        self.url, self._bucket, self._root = url, match[1], match[2]
+        self.url, self.bucket, self._root = url, match[1], match[2]
         self._private, self._api = private, HfApi(endpoint=endpoint)
 
     def check(self) -> None:
         """Raise FinetuneError if the bucket is public and was not to be."""
-        if self._private and not self._api.bucket_info(self._bucket).private:
+        if self._private and not self._api.bucket_info(self.bucket).private:
             raise FinetuneError(
                 f"{self.url}: the bucket is public, which was not requested; name a private one, or set "
                 "hub.private: false"
@@ -55,7 +55,7 @@ class HubBucket:
         wanted = f"{self._root}/{path}"
         try:
             with _without_bars():
-                self._api.download_bucket_files(self._bucket, [(wanted, target)], raise_on_missing_files=True)
+                self._api.download_bucket_files(self.bucket, [(wanted, target)], raise_on_missing_files=True)
         except EntryNotFoundError as error:
             raise FileNotFoundError(f"{self.url}/{path}") from error
 
@@ -66,13 +66,13 @@ class HubBucket:
         wanted = f"{self._root}/{path}"
         size = len(source) if isinstance(source, bytes) else source.stat().st_size
         with _without_bars():
-            self._api.batch_bucket_files(self._bucket, add=[(source, wanted)])
+            self._api.batch_bucket_files(self.bucket, add=[(source, wanted)])
         # Before 2.4 the client passes over a file that the Hub refused.
-        if [file.size for file in self._api.get_bucket_paths_info(self._bucket, [wanted])] != [size]:
+        if [file.size for file in self._api.get_bucket_paths_info(self.bucket, [wanted])] != [size]:
             raise OSError(f"the Hub did not keep {path}")
 
     def create(self, path: str, content: bytes) -> bool:
-        if list(self._api.get_bucket_paths_info(self._bucket, [f"{self._root}/{path}"])):
+        if list(self._api.get_bucket_paths_info(self.bucket, [f"{self._root}/{path}"])):
             return False
         self.put(path, content)
         return True
@@ -81,7 +81,7 @@ class HubBucket:
         below = len(self._root) + 1
         paths = [path for path in self._paths(recursive=True) if path[below:].partition("/")[0] in names]
         if paths:
-            self._api.batch_bucket_files(self._bucket, delete=paths)
+            self._api.batch_bucket_files(self.bucket, delete=paths)
 
     def _paths(self, *, recursive: bool) -> Iterator[str]:
         """Paths of files, and of folders if not `recursive`. The Hub matches letters: `run` names `run2/a` too."""
@@ -89,7 +89,7 @@ class HubBucket:
 
         inside = f"{self._root}/"
         try:
-            for entry in self._api.list_bucket_tree(self._bucket, inside, recursive=recursive):
+            for entry in self._api.list_bucket_tree(self.bucket, inside, recursive=recursive):
                 if entry.path.startswith(inside):
                     yield entry.path
         except EntryNotFoundError:

@@ -47,6 +47,9 @@ def classify_error(error: BaseException) -> HubError | None:
     for link in chain:
         response = getattr(link, "response", None)
         if response is not None and hasattr(response, "status_code"):
+            if failures := getattr(link, "failures", None):  # a bucket's batch; the same files may be taken next time
+                reason = f"the Hub did not take {failures[0]['path']} ({failures[0]['error']})"
+                return HubError(reason, True, response.status_code)
             # 400 for a large file means that it arrived damaged; the client wraps it in a RuntimeError.
             damaged = response.status_code == 400 and isinstance(error, RuntimeError)
             message = response.headers.get("X-Error-Message")

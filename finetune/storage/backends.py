@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from finetune.recipe.storage_address import HUB_BRANCH, HUB_BUCKET
 from finetune.redaction import hide_secrets, known_secrets
 
 CONNECT_SECONDS, READ_SECONDS = 10, 300  # of one request to an object store
-FULL_BUCKET = ("quota", "storagefull", "storage full", "insufficientstorage", "507", "no space")
+FULL_BUCKET = re.compile(r"quota|storage ?full|storage limit|insufficientstorage|\b507\b|no space")
 
 
 class Storage(Protocol):
@@ -189,14 +190,20 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
         return error, False
     reason = hide_secrets(one_line(f"{type(error).__name__}: {error}", 300), known_secrets())
     url, number = storage.url, getattr(error, "errno", None)
-    if isinstance(storage, HubBranch):
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return FinetuneError(f"{url}: is not there ({reason}); make the bucket first, or correct its name"), False
+    if isinstance(storage, HubBranch | HubBucket):
         found = classify_error(error)
         if found is None:
             return EnvironmentMismatch(f"{url}: {reason}; report this"), False
         text = hide_secrets(f"{url}: {found.reason}", known_secrets())
+        if found.status != 429 and FULL_BUCKET.search(found.reason.lower()):
+            return FinetuneError(f"{text}; free some space there, or raise its quota"), False
         remedy = "try again later" if found.transient else "check the token's rights (hf auth login) and the name"
+        if isinstance(storage, HubBucket) and found.status == 404:
+            remedy = f"make the bucket first (hf buckets create {storage.bucket} --private), or correct its name"
         return EnvironmentMismatch(f"{text}; {remedy}"), found.transient
-    if number in (errno.ENOSPC, errno.EDQUOT) or any(word in str(error).lower() for word in FULL_BUCKET):
+    if number in (errno.ENOSPC, errno.EDQUOT) or FULL_BUCKET.search(str(error).lower()):
         return FinetuneError(f"{url}: is full ({reason}); free some space there, or raise its quota"), False
     if "request time" in str(error).lower():
         return FinetuneError(f"{url}: refuses this machine's clock ({reason}); set the clock right"), False
@@ -205,8 +212,6 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
         if not isinstance(storage, FolderStorage):
             remedy = "check the credentials, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE"
         return FinetuneError(f"{url}: refuses this user ({reason}); {remedy}"), False
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return FinetuneError(f"{url}: is not there ({reason}); make the bucket first, or correct its name"), False
     if isinstance(error, NotImplementedError | TypeError):
         return FinetuneError(f"{url}: this kind of storage cannot do it ({reason}); use s3://, hf:// or file://"), False
     return EnvironmentMismatch(f"{url}: cannot be reached ({reason}); check the network and the address"), True
