@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -233,7 +234,7 @@ def test_a_killed_training_goes_on_from_the_bucket_to_the_bit(
 ) -> None:
     """Processes that know HF_ENDPOINT alone. The first is killed as soon as a checkpoint is complete."""
     chats = write_chats(tmp_path / "chats.jsonl", [30, 45, 60, 80, 25, 100, 40, 55])
-    steps = {"training": {"max_steps": 40}, "save_steps": 1, "save_total_limit": 2, "eval_steps": 20}
+    steps = {"training": {"max_steps": 12}, "save_steps": 1, "save_total_limit": 2, "eval_steps": 6}
     recipe = write_recipe(tmp_path, tiny_lora(tiny_llama, chats, **steps, run={"storage": URL}))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": bucket_hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
@@ -253,7 +254,8 @@ def test_a_killed_training_goes_on_from_the_bucket_to_the_bit(
     second = started("second")
     told, _ = second.communicate(timeout=300)
     assert second.returncode == 0, told
-    assert f"{URL}: the checkpoint of step " in told
+    found = re.search(rf"{URL}: the checkpoint of step (\d+) is in {tmp_path}/second now", told)
+    assert found is not None and int(found[1]) < 12, told
     assert "%|" not in told, "no progress bars"
     whole = started("whole", "run.storage=null")
     assert whole.communicate(timeout=300) and whole.returncode == 0
