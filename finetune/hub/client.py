@@ -47,15 +47,14 @@ def classify_error(error: BaseException) -> HubError | None:
     for link in chain:
         response = getattr(link, "response", None)
         if response is not None and hasattr(response, "status_code"):
-            if failures := getattr(link, "failures", None):  # a bucket's batch; the same files may be taken next time
-                reason = f"the Hub did not take {failures[0]['path']} ({failures[0]['error']})"
-                return HubError(reason, True, response.status_code)
             # 400 for a large file means that it arrived damaged; the client wraps it in a RuntimeError.
             damaged = response.status_code == 400 and isinstance(error, RuntimeError)
             message = response.headers.get("X-Error-Message")
             if not message:
                 try:
-                    message = str(json.loads(response.content)["error"])
+                    content = json.loads(response.content)
+                    refused = content.get("failed")  # files that a bucket did not take, and may take next time
+                    message, damaged = str((refused or [content])[0]["error"]), damaged or bool(refused)
                 except Exception:  # the answer was not read, or is not JSON: only the status is known
                     message = "no further message"
             wait, retry_after = None, response.headers.get("Retry-After", "")

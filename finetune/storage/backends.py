@@ -196,7 +196,7 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
         found = classify_error(error)
         if found is None:
             return EnvironmentMismatch(f"{url}: {reason}; report this"), False
-        text = hide_secrets(f"{url}: {found.reason}", known_secrets())
+        text = hide_secrets(f"{url}: {one_line(found.reason, 300)}", known_secrets())
         if found.status != 429 and FULL_BUCKET.search(found.reason.lower()):
             return FinetuneError(f"{text}; free some space there, or raise its quota"), False
         remedy = "try again later" if found.transient else "check the token's rights (hf auth login) and the name"
