@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from finetune.launch.launcher import Launch
 from finetune.recipe.loader import load_recipe
 from finetune.storage import restart
 from finetune.storage.backends import explain
-from finetune.storage.journal import Saved, attempt, is_conditional, newest_entry, take_lease
+from finetune.storage.journal import Lease, Saved, attempt, is_conditional, newest_entry, take_lease
 from tests.support.hub import Hub, running_hub, server
 from tests.support.hub.server import TOKEN
 from tests.support.models.tiny import write_chats
@@ -107,6 +108,33 @@ def test_two_owners(opened: Callable[..., HubBucket]) -> None:
         first.publish({}, [saved], {}, new_folder=first.next_folder)
     assert newest_entry(opened()) == second.entry
     second.close()
+
+
+def test_of_starts_at_one_moment_one_wins(opened: Callable[..., HubBucket], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both look before either writes, so both create the entry. The later one's counts, and the other sees that."""
+    looked, put, owners, refused = threading.Barrier(2), HubBucket.put, list[Lease](), list[str]()
+
+    def late(storage: HubBucket, path: str, source: Any) -> None:
+        if path == "00000001.json":
+            looked.wait(20)
+        put(storage, path, source)
+
+    def start() -> None:
+        try:
+            owners.append(take_lease(opened(), None, lambda _: None))
+        except FinetuneError as error:
+            refused.append(str(error))
+
+    monkeypatch.setattr(HubBucket, "put", late)
+    starts = [threading.Thread(target=start) for _ in range(2)]
+    for each in starts:
+        each.start()
+    for each in starts:
+        each.join()
+    assert (len(owners), len(refused)) == (1, 1)
+    assert re.fullmatch(rf"{URL}: process \d+ on .* began at the same moment; wait for it, .*", refused[0])
+    assert newest_entry(opened()) == owners[0].entry
+    owners[0].close()
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
