@@ -1,8 +1,8 @@
 """A bucket on the Hub: the installed client, its real Xet library, and the loopback Hub.
 
-The Hub's own calls (tree, paths-info, batch, resolve, tokens) go by HTTP to the loopback Hub. Contents go through hf_xet
-into a `local://` store, so chunks, hashes, uploads and downloads are the library's own. The wire between hf_xet and the
-Hub's file store is not run here.
+The Hub's own calls (tree, paths-info, batch, resolve, tokens) go by HTTP to the loopback Hub. Contents go through
+hf_xet into a `local://` store, so chunks, hashes, uploads and downloads are the library's own. The wire between hf_xet
+and the Hub's file store is not run here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from finetune.hub.bucket import HubBucket
 from finetune.launch.launcher import Launch
 from finetune.recipe.loader import load_recipe
 from finetune.storage import restart
-from finetune.storage.backends import explain
+from finetune.storage.backends import explain, open_storage
 from finetune.storage.journal import Lease, Saved, attempt, is_conditional, newest_entry, take_lease
 from tests.support.hub import Hub, running_hub, server
 from tests.support.hub.server import TOKEN
@@ -179,10 +179,18 @@ RATE = "We had to rate limit you, you hit the quota of 1000 api requests per 5 m
             "the Hub answered 404 (Repository not found); make the bucket first (hf buckets create me/none --private), "
             "or correct its name",
         ),
-        (URL, {"call": "xet_token", "status": 403}, "403"),
-        (URL, {"call": "bucket_batch", "status": 403, "message": "Forbidden"}, "the Hub answered 403 (Forbidden); check"),
+        (URL, {"call": "xet_token", "status": 403}, " answered 403"),
+        (
+            URL,
+            {"call": "bucket_batch", "status": 403, "message": "Forbidden"},
+            "the Hub answered 403 (Forbidden); check",
+        ),
         (URL, {"call": "bucket_batch", "status": 403, "message": LIMIT}, f"({LIMIT}); free some space there, or raise"),
-        (URL, {"call": "bucket_batch", "wrong_hash": True}, "the Hub answered 422 (could not be applied); try again later"),
+        (
+            URL,
+            {"call": "bucket_batch", "wrong_hash": True},
+            "the Hub answered 422 (could not be applied); try again later",
+        ),
     ],
 )
 def test_faults_are_one_line(
@@ -227,6 +235,12 @@ def test_a_refused_file_is_sent_again(opened: Callable[..., HubBucket], bucket_h
     attempt(storage, lambda: storage.put("00000002/a", b"a"), lambda _: None)
     assert storage.read("00000002/a") == b"a"
     assert [request.status for request in bucket_hub.log if request.call == "bucket_batch"] == [422, 200]
+
+
+def test_without_a_network_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FinetuneError, match=f"^{URL}: HF_HUB_OFFLINE is set, so the Hub cannot be asked; unset it$"):
+        open_storage(URL)
 
 
 def test_a_public_bucket_is_refused_unless_told(opened: Callable[..., HubBucket], bucket_hub: Hub) -> None:
@@ -282,10 +296,15 @@ def test_a_killed_training_goes_on_from_the_bucket_to_the_bit(
     told, _ = second.communicate(timeout=300)
     assert second.returncode == 0, told
     found = re.search(rf"{URL}: the checkpoint of step (\d+) is in {tmp_path}/second now", told)
-    assert found is not None and int(found[1]) < 12, told
+    assert found is not None, told
+    assert int(found[1]) < 12, told
     assert "%|" not in told, "no progress bars"
+    words = [sys.executable, "-m", "finetune.cli.main", "status", URL, "--json"]
+    status = json.loads(subprocess.run(words, env=environment, capture_output=True, check=True, timeout=100).stdout)
+    assert (status["state"], status["step"], status["checkpoint"]["step"]) == ("finished", 12, 12)
     whole = started("whole", "run.storage=null")
-    assert whole.communicate(timeout=300) and whole.returncode == 0
+    whole.communicate(timeout=300)
+    assert whole.returncode == 0
 
     def losses(folder: str) -> list[tuple[Any, ...]]:
         lines = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
