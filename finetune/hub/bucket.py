@@ -95,7 +95,11 @@ class HubBucket:
 @contextmanager
 def _without_bars() -> Iterator[None]:
     """Show no progress bars: the client draws them for each small object, also into a file."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # imported there under their own names
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     shown = not are_progress_bars_disabled()
     disable_progress_bars()
