@@ -208,6 +208,13 @@ def test_faults_are_one_line(
     assert bucket_hub.buckets["me/runs"].files == {}
 
 
+def test_a_refused_listing_is_no_empty_place(opened: Callable[..., HubBucket], bucket_hub: Hub) -> None:
+    """Else a start would begin anew, over the run that is there."""
+    bucket_hub.fail("bucket_tree", status=403, message="Forbidden")
+    with pytest.raises(FinetuneError, match=r"the Hub answered 403 \(Forbidden\); check the token's rights"):
+        attempt(opened(), lambda: newest_entry(opened()), lambda _: None)
+
+
 def test_a_limit_of_requests_is_no_full_bucket(opened: Callable[..., HubBucket]) -> None:
     import huggingface_hub.errors as errors
 
