@@ -70,11 +70,13 @@ EIGHT = 8
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 LONGEST = 512  # tokens; the eight chats together are shorter
 PAIRS, BETA, PAIR_RATE = 40, 0.1, 1e-3
+EPSILON = 1e-2  # of AdamW: above most gradients
 
 NEVER = 10_000  # steps between evaluations: a run evaluates and saves at its end alone
 
 # Part two: dates to ISO 8601, each row once.
 TASK_SEED = 5
+PACKED = 256  # tokens of a row, where documents are packed
 SYSTEM = "ISO 8601"
 
 
@@ -202,6 +204,20 @@ def same_start(folder: Path) -> dict[str, Job]:
         "axolotl": Job("axolotl", by_axolotl(), "ours"),
         "llamafactory": Job("llamafactory", by_llamafactory(), "ours"),
         "llamafactory: line break not learned": Job("llamafactory", by_llamafactory(), "ours", more=newline),
+        # Rounding: the same steps in another order of additions, and an AdamW that does not enlarge it.
+        "ours: four rows at once": Job(
+            "ours", by_ours(folder, training={"per_device_batch_size": AT_ONCE * ACCUMULATED}), "ours"
+        ),
+        "ours: large epsilon": Job("ours", by_ours(folder, training={"adam_epsilon": EPSILON})),
+        "trainer: large epsilon": Job(
+            "trainer",
+            hugging_face(train_sampling_strategy="sequential", adam_epsilon=EPSILON),
+            "ours: large epsilon",
+        ),
+        "axolotl: large epsilon": Job("axolotl", by_axolotl(adam_epsilon=EPSILON), "ours: large epsilon"),
+        "llamafactory: large epsilon": Job(
+            "llamafactory", by_llamafactory(adam_epsilon=EPSILON), "ours: large epsilon", more=newline
+        ),
         # Each micro-batch averaged by itself.
         "trainer: mean per micro-batch": Job(
             "trainer",
@@ -296,7 +312,7 @@ def as_it_comes(folder: Path) -> dict[str, Job]:
     recipe = {
         "budget": {"gpus": 0},
         "model": {"name_or_path": base, "dtype": "auto"},
-        "data": {"train": [{"path": "json", "data_files": rows}], "max_length": 256, "truncation": "right"},
+        "data": {"train": [{"path": "json", "data_files": rows}], "max_length": PACKED, "truncation": "right"},
         "samples": {"count": 0},
         "eval_steps": NEVER,
         "save_steps": NEVER,
@@ -307,14 +323,15 @@ def as_it_comes(folder: Path) -> dict[str, Job]:
         "float32": True,
         "adapter": "lora",
         "lora_target_linear": True,
-        "sequence_len": 256,
+        "sequence_len": PACKED,
         "attn_implementation": "sdpa",
         "num_epochs": 1,
         "optimizer": "adamw_torch",
         "save_strategy": "no",
         "logging_steps": 1,
     }
-    llamafactory = everywhere | {"finetuning_type": "lora", "template": "smollm2", "cutoff_len": 256}
+    equal = {"learning_rate": 5e-4, "lr_scheduler_type": "cosine", "per_device_train_batch_size": 1}
+    llamafactory = everywhere | {"finetuning_type": "lora", "template": "smollm2", "cutoff_len": PACKED}
     chosen: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         # What `finetune init` writes for the file, without a held-out part of its own.
         ("ours", "defaults"): (
@@ -331,6 +348,37 @@ def as_it_comes(folder: Path) -> dict[str, Job]:
             | {
                 "lora": {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"},
                 "training": {"global_batch_size": 1, "num_train_epochs": 1, "learning_rate": 5e-4},
+            },
+            {},
+        ),
+        # The same as this kit's documented ones, by the other tools that pack rows and isolate their documents.
+        ("trl", "this kit's"): (
+            everywhere | float32 | equal | {"warmup_steps": 0.03, "packing": True, "max_length": PACKED},
+            {"lora": {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}},
+        ),
+        ("axolotl", "this kit's"): (
+            axolotl
+            | {
+                "lora_r": 32,
+                "lora_alpha": 64,
+                "learning_rate": equal["learning_rate"],
+                "lr_scheduler": "cosine",
+                "warmup_ratio": 0.03,
+                "micro_batch_size": 1,
+                "sample_packing": True,
+            },
+            {},
+        ),
+        ("llamafactory", "this kit's"): (
+            llamafactory
+            | equal
+            | {
+                "lora_rank": 32,
+                "lora_alpha": 64,
+                "lora_target": "all",
+                "warmup_ratio": 0.03,
+                "packing": True,
+                "neat_packing": True,
             },
             {},
         ),

@@ -59,6 +59,23 @@ CAUSES = {
         ],
         {"trainer: mean per micro-batch": "mean of means", "trainer": "one mean, as it comes"},
     ),
+    "Rounding in the final adapter": (
+        [
+            "The same steps in another order of additions differ by 1e-7 in loss and gradient. AdamW divides a mean",
+            "gradient by the root of its mean square, so the smallest gradients, which are mostly rounding, become",
+            "steps as large as any other. The first line is this kit against itself. With an epsilon of 1e-2 instead",
+            "of 1e-8, such gradients no longer count.",
+        ],
+        {
+            "ours: four rows at once": "four rows at once instead of 2 x 2",
+            "trainer": "epsilon 1e-8, as it comes",
+            "trainer: large epsilon": "epsilon 1e-2",
+            "axolotl": "epsilon 1e-8, as it comes",
+            "axolotl: large epsilon": "epsilon 1e-2",
+            "llamafactory: line break not learned": "epsilon 1e-8, line break not learned",
+            "llamafactory: large epsilon": "epsilon 1e-2, line break not learned",
+        },
+    ),
     "The end of the turn is not learned": (
         [
             "Such a model does not stop. axolotl learns the end by default; `train_on_eos: none` is its switch.",
@@ -136,12 +153,15 @@ SETTINGS = {
         "defaults",
     ): "what `finetune init` writes: r 8, alpha 32, all linear layers, 2e-3, rows packed to 256 tokens",
     ("ours", "documented"): "[Results](results.md#learning-rate-and-rank): r 32, alpha 64, 5e-4, else the same",
+    ("trl", "this kit's"): "this kit's documented ones",
     ("trl", "defaults"): "SFTConfig and ModelConfig: 2e-5, 8 rows, r 16, alpha 32, dropout 0.05, q and v; whole chats",
     ("trl", "documented"): "its script sft.py, LoRA: 2e-4, 2 x 8 rows, packed, r 32, alpha 16, q and v; whole chats",
     ("trainer", "defaults"): "TrainingArguments and LoraConfig: 5e-5, 8 rows, r 8, alpha 8, q and v; whole chats",
     ("trainer", "documented"): "peft's quicktour: 1e-3, 32 rows, decay 0.01, r 8, alpha 32, dropout 0.1",
+    ("axolotl", "this kit's"): "this kit's documented ones",
     ("axolotl", "defaults"): "1 row, cosine; rank, layers and rate have no default: r 8, alpha 16, all linear, 2e-4",
     ("axolotl", "documented"): "its example lora-1b: 2e-4, cosine, 2 x 2 rows, packed, r 16, alpha 32, dropout 0.05",
+    ("llamafactory", "this kit's"): "this kit's documented ones",
     ("llamafactory", "defaults"): "5e-5, linear, 8 rows, r 8, alpha 16, all linear layers",
     ("llamafactory", "documented"): "its example llama3_lora_sft: 1e-4, cosine, 1 x 8 rows, r 8, all linear layers",
 }
@@ -190,8 +210,8 @@ A tiny Llama, one LoRA adapter to start from, 80 chats of 20 to 110 tokens, four
 this kit over all steps. The figure for the final adapter is its distance from this kit's final adapter, divided by the
 distance that this kit's adapter moved in training.
 
-The last column is about loss and gradient norm, at 1e-5. Rounding in another order reaches the adapter enlarged,
-because AdamW divides by the root of small means.
+The last column is about loss and gradient norm, at 1e-5. [Rounding](#rounding-in-the-final-adapter) reaches the adapter
+enlarged.
 
 ![Loss by step, and the difference from this kit](pictures/parity.png)
 """
@@ -205,8 +225,10 @@ SmolLM2-135M learns dates to ISO 8601 by LoRA: 64 rows, each seen once, and 60 h
 for all; the rest is each tool's own. So this table compares settings, not arithmetic. Precision is the exception:
 several tools default to bf16, which this CPU emulates, so all compute in float32. One function scores every adapter:
 held-out loss, and right greedy answers with Wilson's interval over the answers of all seeds. Tokens are those of
-documents, by the processor's time without the first step; memory is the process's peak. Documented settings run
-unpacked, because packed, 64 rows are one step, and learn answers alone, by each tool's own means.
+documents, by the processor's time without the first step, while its second core did other work; memory is the
+process's peak. "Documented" settings of other tools run unpacked, because packed, 64 rows are one step; they learn
+answers alone, by each tool's own means. With "this kit's" settings they pack rows as this kit does, so only the drawn
+order differs, and a line break that TRL and LLaMA-Factory learn after each answer.
 """
 TAIL = """This page does not show bf16 on a GPU, unsloth (it needs a GPU), DPO by axolotl or LLaMA-Factory, and runs of
 thousands of steps. [One curve](one_curve.md) shows that this kit's strategies agree."""

@@ -5,15 +5,17 @@
 
 Each round is one run of 14 steps in a chain of machines. A machine ends at a drawn moment, by SIGKILL or by the signal
 that an engine sends (SIGTERM), and its folder is deleted. The next one starts in an empty folder. Uploads are slowed
-down, so that many ends come while a checkpoint is on its way. After each end every checkpoint that the storage lists is
-fetched and examined, byte by byte. The finished run must be bitwise the one that nobody ended; rounds on other ranks
-and another strategy (`mixed`) to 1e-5. In each round of `writers` two machines train at once: one must end with one
-line. Writes benchmarks/results/soak_storage.json after each round.
+down, so that most ends come while a checkpoint is on its way. After each end every checkpoint that the storage lists
+is fetched and examined, byte by byte. The finished run must be bitwise the one that nobody ended; rounds on other ranks
+and another strategy (`mixed`) to 1e-5. With 'finetune[storage]' and 'moto[server]' installed, `s3` is the same as
+`same` on a loopback S3. In each round of `writers` two machines train at once: one must end with one line. Writes
+benchmarks/results/soak_storage.json after each round.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -25,12 +27,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
+from benchmarks.storage_overhead import s3_server
 from finetune.errors import FinetuneError, Stopped
 from finetune.files import read_lines
 from finetune.run_folder.checkpoint import Checkpoint, examine
@@ -50,22 +54,26 @@ from tests.support.runs.soak_resume import (
 STEPS = 14
 ENDS_OF_A_RUN = 5
 FILES = 12  # of a checkpoint and its run's records
-WAYS = {"same": [How(1, "single")], "mixed": [How(1, "single"), How(2, "fsdp2"), How(2, "ddp")]}
+SINGLE, OTHERS = [How(1, "single")], [How(1, "single"), How(2, "fsdp2"), How(2, "ddp")]
 TAKEN = "has taken over this run", "writes there", "began at the same moment"
 
 
 def slow_uploads(seconds: float) -> Callable[[int], None]:
     """In each rank that is started: each object takes `seconds` to arrive."""
 
-    def armed(rank: int) -> None:
-        put = backends.FolderStorage.put
+    def slow(kind: Any) -> None:
+        put = kind.put
 
-        def slow_put(storage: backends.FolderStorage, path: str, source: Path | bytes) -> None:
+        def slow_put(storage: Any, path: str, source: Path | bytes) -> None:
             if not path.startswith("lease"):
                 time.sleep(seconds)
             put(storage, path, source)
 
-        backends.FolderStorage.put = slow_put  # type: ignore[method-assign]
+        kind.put = slow_put
+
+    def armed(rank: int) -> None:
+        slow(backends.FolderStorage)
+        slow(backends.ObjectStorage)
 
     return armed
 
@@ -119,13 +127,15 @@ def reached(run_dir: Path) -> int:
     return max((line["step"] for line in lines), default=0)
 
 
-def one_run(recipe: Path, folder: Path, ways: list[How], life: float, draw: random.Random, pace: float) -> Counter[str]:
+def one_run(
+    recipe: Path, folder: Path, url: str, ways: list[How], life: float, draw: random.Random, pace: float
+) -> Counter[str]:
     """Train on one machine after another until the run is finished, in `folder`/last. Counts what happened.
 
     One in five ends comes at a drawn time, and one up to half a second after a drawn step. The other three come while
     a checkpoint is on its way.
     """
-    url, counts = f"file://{folder}/store", Counter[str]()
+    counts = Counter[str]()
     text = json.loads(recipe.read_text()) | {"run": {"storage": url}}
     own, machine, newest = folder / "recipe.yaml", folder / "last", 0
     folder.mkdir()
@@ -189,7 +199,7 @@ def two_writers(recipe: Path, folder: Path, pause: float, pace: float) -> Counte
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10, help="of `same`; half as many of `mixed` and `writers`")
+    parser.add_argument("--rounds", type=int, default=10, help="of `same`; half as many of the other kinds")
     parser.add_argument("--minutes", type=float, default=60.0, help="no round begins later")
     parser.add_argument("--seed", type=int, default=58)
     parser.add_argument("--fresh", action="store_true")
@@ -202,8 +212,10 @@ def main() -> int:
         rounds = json.loads(file.read_text())["rounds"]
     began = time.monotonic()
     kinds = {"same": arguments.rounds, "mixed": arguments.rounds // 2, "writers": arguments.rounds // 2}
+    if importlib.util.find_spec("s3fs") and importlib.util.find_spec("moto"):
+        kinds["s3"] = arguments.rounds // 2
     planned = [(kind, number) for number in range(max(kinds.values())) for kind in kinds if number < kinds[kind]]
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, s3_server() if "s3" in kinds else nullcontext():
         folder, whole = Path(name), dict[str, tuple[Path, dict[str, Any], float]]()
         for kind, number in planned:
             if f"{kind} {number}" in rounds or time.monotonic() - began > 60 * arguments.minutes:
@@ -221,7 +233,8 @@ def main() -> int:
             if kind == "writers":
                 counts = two_writers(recipe, place, draw.uniform(0.0, life), pace)
             else:
-                counts = one_run(recipe, place, WAYS[kind], life, draw, pace)
+                url = f"s3://runs/{number}-{time.time_ns()}" if kind == "s3" else f"file://{place}/store"
+                counts = one_run(recipe, place, url, OTHERS if mixed else SINGLE, life, draw, pace)
                 same(fingerprint(place / "last"), expected, bitwise=not mixed)
             rounds[f"{kind} {number}"] = dict(counts)
             totals = {

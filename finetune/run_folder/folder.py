@@ -13,12 +13,11 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from finetune.errors import FinetuneError
@@ -112,6 +111,73 @@ class Claim:
             os.close(self.lock)
 
 
+@dataclass(frozen=True)
+class RunIdentity:
+    """Every value on which a run's curve depends. A start with other values is another run."""
+
+    values: Mapping[str, Any]  # `curve_identity` and the curve's other inputs (data fingerprint, ...), as JSON
+    at_default: Collection[str] = ()  # `keys_at_default`: an older release lacks newer keys, and may lack these
+    also: Mapping[str, str] = field(default_factory=dict)  # other values with the same meaning, of the release before
+
+    def __post_init__(self) -> None:
+        # The saved identity was JSON once. The same round trip makes tuples lists, so that the two can be compared.
+        object.__setattr__(self, "values", json.loads(json.dumps(self.values)))
+
+    def refuse_other(self, place: object, previous: Mapping[str, Any], remedy: str) -> None:
+        """Raise FinetuneError if the state `previous`, found in `place`, is another run's.
+
+        Args:
+            remedy: What to do, other than to set the keys back.
+        """
+        differing, earlier, _ = self.compare(place, previous)
+        if differing:
+            raise self.other(place, differing, earlier, remedy)
+
+    def compare(self, place: object, previous: Mapping[str, Any]) -> tuple[list[str], dict[str, Any], list[str]]:
+        """The keys that make `previous` another run, its identity, and a note for each key that changed harmlessly."""
+        # An older release may have saved keys that are free to change now. It lacks newer keys, then at their defaults.
+        identity = self.values
+        earlier = {key: identity[key] for key in self.at_default} | previous["identity"]
+        for key, value in self.also.items():
+            if earlier.get(key) == value:
+                earlier[key] = identity[key]
+        keys = (key for key in {**earlier, **identity} if not _is_free(key))
+        differing = [key for key in keys if earlier.get(key, _UNSET) != identity.get(key, _UNSET)]
+        # Releases that knew no base's identity wrote none, and a part of it may be unknown.
+        same_base = is_same_base(earlier.get(BASE), identity.get(BASE))
+        if same_base is not False:
+            differing = [key for key in differing if key != BASE]
+        notes: list[str] = []
+        for is_equal, places in (
+            (same_base, re.compile(r"model\.(name_or_path|revision)")),
+            (_equal("data fingerprint", earlier, identity), DATA_PLACES),
+            (_equal("adapter fingerprint", earlier, identity), re.compile(r"model\.adapter(_revision)?")),
+        ):
+            moved = [key for key in differing if is_equal and places.fullmatch(key)]
+            differing = [key for key in differing if key not in moved]
+            notes += [
+                f"{place}: {key}: {one_line(earlier.get(key, _UNSET))} there, {one_line(identity.get(key, _UNSET))} "
+                "now; its content is the same, so the run goes on"
+                for key in moved
+            ]
+        return differing, earlier, notes
+
+    def other(self, place: object, differing: Sequence[str], earlier: Mapping[str, Any], remedy: str) -> FinetuneError:
+        """The error that lists the differing keys, for a run whose identity was `earlier`."""
+        lines = []
+        for key in differing:
+            there, now = (
+                base_in_words(facts[key]) if key == BASE else one_line(facts.get(key, _UNSET))
+                for facts in (earlier, self.values)
+            )
+            if key == BASE and earlier[BASE].get("commit"):
+                now += f" (model.revision={earlier[BASE]['commit']} is the earlier one)"
+            lines.append(f"  {one_line(key, 80)}: {there} there, {now} now")
+        other = "base" if differing == [BASE] else "recipe"
+        text = [f"{place}: holds a run of another {other}:", *first_lines(lines, 40), f"  set them back, {remedy}"]
+        return FinetuneError("\n".join(text))
+
+
 def curve_identity(recipe: Recipe) -> dict[str, Any]:
     """Every key on which the curve depends, flat: `data.train[0].path` -> value."""
     identity = {key: value for key, value in _keys(recipe.model_dump(mode="json")) if not _is_free(key)}
@@ -146,11 +212,9 @@ def claim_run_folder(
     run_dir: Path,
     *,
     resume: Literal["auto", "never"],
-    identity: Mapping[str, Any],
+    identity: RunIdentity,
     command: str,
-    at_default: Collection[str] = (),
     asked: Asked | None = None,
-    also: Mapping[str, str] = MappingProxyType({}),
     bring: Callable[[], None] | None = None,
     wait_seconds: float = 10.0,
 ) -> Claim:
@@ -161,11 +225,8 @@ def claim_run_folder(
     Args:
         run_dir: Made if missing.
         resume: never: an existing run is renamed to `<run_dir>.previous-N`. Nothing is deleted.
-        identity: `curve_identity(recipe)` and the curve's other inputs (data fingerprint, ...), as JSON.
         command: The command that continues the run.
-        at_default: `keys_at_default(recipe)`. An older release lacks newer keys; these may be lacking.
         asked: The recipe's length. A finished run is resumed if it is shorter and otherwise equal.
-        also: Other values of `identity` that mean the same, as the release before wrote them.
         bring: Called once the folder is locked, before it is read: it may put a run from a storage there.
         wait_seconds: The longest wait for a process that is still saving.
 
@@ -208,10 +269,7 @@ def claim_run_folder(
         os.close(locked)  # the lock went with the renamed folder
         locked, previous = _lock(run_dir, wait_seconds), None
     try:
-        # The saved identity was JSON once. The same round trip makes tuples lists, so that the two can be compared.
-        status, checkpoint, damaged = _start(
-            run_dir, previous, json.loads(json.dumps(identity)), at_default, asked, also
-        )
+        status, checkpoint, damaged = _start(run_dir, previous, identity, asked)
         if status == "finished":
             os.close(locked)
             return Claim(status, checkpoint, (*notes, *damaged), None)
@@ -227,7 +285,7 @@ def claim_run_folder(
                 (run_dir / name).unlink(missing_ok=True)  # from a run that ended before its first checkpoint
             else:
                 cut_lines(run_dir / name, step - offset)
-        _write_state(run_dir, "running", step, command, identity)
+        _write_state(run_dir, "running", step, command, identity.values)
     except BaseException:
         os.close(locked)
         raise
@@ -237,10 +295,8 @@ def claim_run_folder(
 def _start(
     run_dir: Path,
     previous: Mapping[str, Any] | None,
-    identity: Mapping[str, Any],
-    at_default: Collection[str],
+    identity: RunIdentity,
     asked: Asked | None,
-    also: Mapping[str, str],
 ) -> tuple[Literal["fresh", "resumed", "finished"], Checkpoint | None, tuple[str, ...]]:
     """The run's status, the checkpoint to start from, and notes about damaged checkpoints.
 
@@ -254,7 +310,7 @@ def _start(
         raise FinetuneError("\n".join([*damaged, f"{run_dir}: none of its checkpoints is complete; {_START_OVER}"]))
     if previous is None or (checkpoint is None and not finished):
         return "fresh", None, ()
-    differing, earlier, notes = _differing(run_dir, previous, identity, at_default, also)
+    differing, earlier, notes = identity.compare(run_dir, previous)
     damaged = (*damaged, *notes)
     if finished and asked is not None and differing and set(differing) <= set(LENGTH_KEYS):
         longer = go_on(run_dir, previous, asked, checkpoint)
@@ -264,81 +320,8 @@ def _start(
     if differing:
         if finished and asked is not None and asked.steps > asked.as_before(earlier).steps:
             differing = [key for key in differing if key not in LENGTH_KEYS]  # a finished run may get longer
-        raise _other_run(
-            run_dir, differing, earlier, identity, f"choose another output_dir, or start over: {_START_OVER}"
-        )
+        raise identity.other(run_dir, differing, earlier, f"choose another output_dir, or start over: {_START_OVER}")
     return ("finished" if finished else "resumed"), checkpoint, damaged
-
-
-def refuse_other_run(
-    place: object,
-    previous: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    at_default: Collection[str],
-    also: Mapping[str, str],
-    remedy: str,
-) -> None:
-    """Raise FinetuneError if the state `previous`, found in `place`, is another run's than `identity`.
-
-    Args:
-        remedy: What to do, other than to set the keys back.
-    """
-    identity = json.loads(json.dumps(identity))
-    differing, earlier, _ = _differing(place, previous, identity, at_default, also)
-    if differing:
-        raise _other_run(place, differing, earlier, identity, remedy)
-
-
-def _differing(
-    place: object,
-    previous: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    at_default: Collection[str],
-    also: Mapping[str, str],
-) -> tuple[list[str], dict[str, Any], list[str]]:
-    """The keys that make `previous` another run, its identity, and a note for each key that changed harmlessly."""
-    # An older release may have saved keys that are free to change now. It lacks newer keys: its run had their defaults.
-    earlier = {key: identity[key] for key in at_default} | previous["identity"]
-    for key, value in also.items():
-        if earlier.get(key) == value:
-            earlier[key] = identity[key]
-    keys = (key for key in {**earlier, **identity} if not _is_free(key))
-    differing = [key for key in keys if earlier.get(key, _UNSET) != identity.get(key, _UNSET)]
-    # Releases that knew no base's identity wrote none, and a part of it may be unknown.
-    same_base = is_same_base(earlier.get(BASE), identity.get(BASE))
-    if same_base is not False:
-        differing = [key for key in differing if key != BASE]
-    notes: list[str] = []
-    for is_equal, places in (
-        (same_base, re.compile(r"model\.(name_or_path|revision)")),
-        (_equal("data fingerprint", earlier, identity), DATA_PLACES),
-        (_equal("adapter fingerprint", earlier, identity), re.compile(r"model\.adapter(_revision)?")),
-    ):
-        moved = [key for key in differing if is_equal and places.fullmatch(key)]
-        differing = [key for key in differing if key not in moved]
-        notes += [
-            f"{place}: {key}: {one_line(earlier.get(key, _UNSET))} there, {one_line(identity.get(key, _UNSET))} now; "
-            "its content is the same, so the run goes on"
-            for key in moved
-        ]
-    return differing, earlier, notes
-
-
-def _other_run(
-    place: object, differing: list[str], earlier: Mapping[str, Any], identity: Mapping[str, Any], remedy: str
-) -> FinetuneError:
-    lines = []
-    for key in differing:
-        there, now = (
-            base_in_words(facts[key]) if key == BASE else one_line(facts.get(key, _UNSET))
-            for facts in (earlier, identity)
-        )
-        if key == BASE and earlier[BASE].get("commit"):
-            now += f" (model.revision={earlier[BASE]['commit']} is the earlier one)"
-        lines.append(f"  {one_line(key, 80)}: {there} there, {now} now")
-    other = "base" if differing == [BASE] else "recipe"
-    text = [f"{place}: holds a run of another {other}:", *first_lines(lines, 40), f"  set them back, {remedy}"]
-    return FinetuneError("\n".join(text))
 
 
 _START_OVER = "training.resume=never starts over (this folder is renamed and kept)"

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of
 from finetune.run_folder.facts import STATE, read_state
-from finetune.run_folder.folder import refuse_other_run
+from finetune.run_folder.folder import RunIdentity
 from finetune.storage.backends import Storage, explain, open_storage
 from finetune.storage.journal import Entry, attempt, is_conditional, newest_entry, take_lease
 from finetune.storage.mirror import MIRRORED_FILES, Mirror, with_own_paths
@@ -82,17 +82,12 @@ def fetch_records(storage: Storage, entry: Entry | None, folder: Path) -> None:
 def take_over(
     recipe: Recipe,
     launch: Launch,
-    identity: Mapping[str, Any],
-    at_default: Collection[str],
-    also: Mapping[str, str],
+    identity: RunIdentity,
     log: Callable[[str], None],
 ) -> Mirror | None:
     """Own the run on the storage, and bring its newest checkpoint into the run folder if that has none as new.
 
     Returns the mirror; None if the recipe names no storage. Only rank 0 calls it, before `claim_run_folder`.
-
-    Args:
-        identity: As for `claim_run_folder`; also `at_default` and `also`.
 
     Raises FinetuneError: another run, or another process's, is there; a damaged one; the storage cannot be used.
     """
@@ -107,13 +102,13 @@ def take_over(
                 f"{storage.url}: holds a run, saved at step {entry.checkpoints[-1].step}, and training.resume is "
                 f"never; name another place in {recipe.storage_key}, or delete that run yourself"
             )
-        previous = _state_there(storage, entry, identity)
+        previous = _state_there(storage, entry, identity.values)
         if previous is not None:
             remedy = f"or name another place in {recipe.storage_key}"
-            refuse_other_run(storage.url, previous, identity, at_default, also, remedy)
+            identity.refuse_other(storage.url, previous, remedy)
             local = read_state(run_dir)
             if local is not None and local["state"] != "finished":
-                refuse_other_run(run_dir, local, identity, at_default, also, "or choose another output_dir")
+                identity.refuse_other(run_dir, local, "or choose another output_dir")
     try:
         lease = take_lease(storage, entry, log)
     except Exception as error:
@@ -143,7 +138,7 @@ def _state_there(storage: Storage, entry: Entry, identity: Mapping[str, Any]) ->
         attempt(storage, lambda: storage.get(f"{entry.records_folder}/{STATE}", target))
         state = read_state(Path(folder), f"of {storage.url}; name another place in run.storage")
     assert state is not None
-    return state | {"identity": with_own_paths(state["identity"], json.loads(json.dumps(identity)))}
+    return state | {"identity": with_own_paths(state["identity"], identity)}
 
 
 def _bring(

@@ -52,7 +52,15 @@ from finetune.recipe.sections.engine_keys import engine_notes
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.checkpoint import read_state_of
 from finetune.run_folder.facts import MOST_RECORD_BYTES, read_state
-from finetune.run_folder.folder import BASE, Asked, Claim, claim_run_folder, curve_identity, keys_at_default
+from finetune.run_folder.folder import (
+    BASE,
+    Asked,
+    Claim,
+    RunIdentity,
+    claim_run_folder,
+    curve_identity,
+    keys_at_default,
+)
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
 from finetune.tokens import dataset
 from finetune.tokens.conversation import CONVERSATION
@@ -302,18 +310,18 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
     # The recipe as the user wrote it: `auto` stays, and so does a branch's name.
     loaded, adapter = choices.checked.loaded, choices.adapter
     recipe = loaded.recipe
-    identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint, BASE: dict(choices.base)}
+    values = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint, BASE: dict(choices.base)}
     if adapter is not None:
-        identity |= {"adapter fingerprint": adapter.sha256}
-    launch, at_default, mirror = choices.checked.launch, keys_at_default(recipe), None
-    also = _written_before(_recorded_in(recipe), prepared)
+        values |= {"adapter fingerprint": adapter.sha256}
+    identity = RunIdentity(values, keys_at_default(recipe), _written_before(_recorded_in(recipe), prepared))
+    launch, mirror = choices.checked.launch, None
 
     def bring() -> None:
         nonlocal mirror
         if recipe.storage is not None:
             from finetune.storage.restart import take_over
 
-            mirror = take_over(recipe, launch, identity, at_default, also, partial(_note, launch))
+            mirror = take_over(recipe, launch, identity, partial(_note, launch))
 
     try:
         claim = claim_run_folder(
@@ -321,9 +329,7 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
             resume=recipe.training.resume,
             identity=identity,
             command=choices.checked.command,
-            at_default=at_default,
             asked=Asked(recipe.training, len(prepared.train)),
-            also=also,
             bring=bring,
         )
     except BaseException:

@@ -16,7 +16,7 @@ import pytest
 from finetune.errors import RankLost
 from finetune.run_folder import network_heartbeat, watchdog
 from finetune.run_folder.facts import read_state
-from finetune.run_folder.folder import claim_run_folder
+from finetune.run_folder.folder import RunIdentity, claim_run_folder
 from finetune.run_folder.heartbeat import Heartbeat, Meeting, clear_heartbeats, last_heartbeat
 from finetune.run_folder.network_heartbeat import NetworkHeartbeat, accept_all, connect, listen
 from finetune.run_folder.watchdog import Progress, Watchdog
@@ -165,7 +165,7 @@ def test_strangers_are_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    claim_run_folder(tmp_path, resume="auto", identity={}, command="again")
+    claim_run_folder(tmp_path, resume="auto", identity=RunIdentity({}), command="again")
     clear_heartbeats(tmp_path)
     return tmp_path
 

@@ -22,7 +22,7 @@ from finetune.launch import launcher
 from finetune.launch.launcher import print_after_launcher
 from finetune.run_folder import heartbeat, watchdog
 from finetune.run_folder.facts import read_state
-from finetune.run_folder.folder import claim_run_folder
+from finetune.run_folder.folder import RunIdentity, claim_run_folder
 from finetune.run_folder.heartbeat import (
     Heartbeat,
     HeartbeatRecord,
@@ -55,7 +55,7 @@ while True:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    claim_run_folder(tmp_path, resume="auto", identity={}, command="again")
+    claim_run_folder(tmp_path, resume="auto", identity=RunIdentity({}), command="again")
     clear_heartbeats(tmp_path)
     return tmp_path
 
