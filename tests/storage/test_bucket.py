@@ -26,6 +26,7 @@ from finetune.errors import FinetuneError
 from finetune.hub.bucket import HubBucket
 from finetune.launch.launcher import Launch
 from finetune.recipe.loader import load_recipe
+from finetune.run_folder.folder import RunIdentity
 from finetune.storage import restart
 from finetune.storage.backends import explain, open_storage
 from finetune.storage.journal import Lease, Saved, attempt, is_conditional, newest_entry, take_lease
@@ -148,7 +149,7 @@ def test_several_machines_are_refused(
     lines: list[str] = []
 
     def start() -> None:
-        mirror = restart.take_over(load_recipe(path).recipe, launch, {}, (), {}, lines.append)
+        mirror = restart.take_over(load_recipe(path).recipe, launch, RunIdentity({}, (), {}), lines.append)
         assert mirror is not None
         mirror.give_back()
 
