@@ -20,7 +20,7 @@ class HubBranch:
     The commit names its parent, so the Hub refuses it if another client has written in between.
     """
 
-    is_shared, in_one_commit = False, True
+    is_shared, in_one_commit, is_atomic = False, True, True
 
     def __init__(self, url: str, *, private: bool, endpoint: str | None = None) -> None:
         from huggingface_hub import HfApi, constants

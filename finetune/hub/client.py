@@ -52,7 +52,9 @@ def classify_error(error: BaseException) -> HubError | None:
             message = response.headers.get("X-Error-Message")
             if not message:
                 try:
-                    message = str(json.loads(response.content)["error"])
+                    content = json.loads(response.content)
+                    refused = content.get("failed")  # files that a bucket did not take, and may take next time
+                    message, damaged = str((refused or [content])[0]["error"]), damaged or bool(refused)
                 except Exception:  # the answer was not read, or is not JSON: only the status is known
                     message = "no further message"
             wait, retry_after = None, response.headers.get("Retry-After", "")

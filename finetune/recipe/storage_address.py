@@ -8,14 +8,14 @@ OBJECT_STORES = ("s3", "gs", "az")  # by fsspec; the last two are untried
 ADDRESS_EXAMPLES = "write s3://BUCKET/PREFIX, hf://OWNER/NAME@BRANCH, hf://buckets/OWNER/NAME/PREFIX or file:///FOLDER"
 _PART = r"[A-Za-z0-9][\w.-]*"
 HUB_BRANCH = re.compile(rf"hf://({_PART}/{_PART})@({_PART}(?:/{_PART})*)")
-_HUB_BUCKET = re.compile(rf"hf://buckets/{_PART}/{_PART}(?:/{_PART})+")
+HUB_BUCKET = re.compile(rf"hf://buckets/({_PART}/{_PART})/({_PART}(?:/{_PART})*)")
 _OBJECTS = re.compile(rf"({'|'.join(OBJECT_STORES)})://{_PART}(?:/{_PART})+")
 _FOLDER = re.compile(r"file:///[^\x00-\x1f]*[^\x00-\x1f/.][^\x00-\x1f]*")
 
 
 def storage_problem(url: str) -> tuple[str, str] | None:
     """The problem with an address and the remedy; None if its form is right."""
-    if any(form.fullmatch(url) for form in (HUB_BRANCH, _HUB_BUCKET, _OBJECTS, _FOLDER)):
+    if any(form.fullmatch(url) for form in (HUB_BRANCH, HUB_BUCKET, _OBJECTS, _FOLDER)):
         return None
     if re.fullmatch(rf"((?:{'|'.join(OBJECT_STORES)})://{_PART}|hf://buckets/{_PART}/{_PART})/?", url):
         return "names a bucket and no place in it for this run", f"write {url.rstrip('/')}/PREFIX, one for each run"

@@ -1,4 +1,4 @@
-"""The places that keep a run: a folder, an object store (fsspec), a branch on the Hub.
+"""The places that keep a run: a folder, an object store (fsspec), a branch or a bucket on the Hub.
 
 Each has six operations on paths below its address. `create` is the only one that decides anything between two writers:
 it writes a small object if there is none with that name, and only one of two writers succeeds.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Sequence
@@ -17,13 +18,14 @@ from typing import Any, Protocol, cast
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import TEMPORARY_PREFIX, remove_folder, sync
 from finetune.hub.branch import HubBranch
+from finetune.hub.bucket import HubBucket
 from finetune.hub.client import classify_error
 from finetune.output_stream import one_line
-from finetune.recipe.storage_address import HUB_BRANCH
+from finetune.recipe.storage_address import HUB_BRANCH, HUB_BUCKET
 from finetune.redaction import hide_secrets, known_secrets
 
 CONNECT_SECONDS, READ_SECONDS = 10, 300  # of one request to an object store
-FULL_BUCKET = ("quota", "storagefull", "storage full", "insufficientstorage", "507", "no space")
+FULL_BUCKET = re.compile(r"quota|storage ?full|storage limit|insufficientstorage|\b507\b|no space")
 
 
 class Storage(Protocol):
@@ -31,6 +33,7 @@ class Storage(Protocol):
 
     url: str
     is_shared: bool  # an owner can show life by small writes; else each write is a commit
+    is_atomic: bool  # `create` is one operation of the store; else another writer may come in between
     in_one_commit: bool  # `create` also does the puts and removals before it, and readers see all of them or none
 
     def names(self) -> list[str]:
@@ -63,6 +66,8 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
     if HUB_BRANCH.fullmatch(url):
         return HubBranch(url, private=private)
     try:
+        if HUB_BUCKET.fullmatch(url):
+            return HubBucket(url, private=private)
         import fsspec
 
         scheme = url.partition("://")[0]
@@ -71,7 +76,7 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
             options["config_kwargs"] = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS}
         return ObjectStorage(url, fsspec.filesystem(scheme, **options))
     except ImportError as error:
-        needed = {"gs": "gcsfs", "az": "adlfs"}.get(url.partition("://")[0], "'finetune[storage]'")
+        needed = {"gs": "gcsfs", "az": "adlfs", "hf": "hf_xet"}.get(url.partition("://")[0], "'finetune[storage]'")
         reason = " ".join(str(error).split())
         raise FinetuneError(f"{url}: a package is missing ({reason}); pip install {needed}") from None
 
@@ -79,7 +84,7 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
 class FolderStorage:
     """A folder, perhaps on a network's file system. Each file is complete or absent."""
 
-    is_shared, in_one_commit = True, False
+    is_shared, in_one_commit, is_atomic = True, False, True
 
     def __init__(self, url: str) -> None:
         self.url, self._root = url, Path(url.removeprefix("file://"))
@@ -140,7 +145,7 @@ class ObjectStorage:
     `create` is fsspec's `mode="create"`: If-None-Match on S3. storage/journal.py tries once whether the store obeys it.
     """
 
-    is_shared, in_one_commit = True, False
+    is_shared, in_one_commit, is_atomic = True, False, True
 
     def __init__(self, url: str, system: Any) -> None:
         self.url, self._system, self._root = url, system, url.rstrip("/")
@@ -185,14 +190,20 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
         return error, False
     reason = hide_secrets(one_line(f"{type(error).__name__}: {error}", 300), known_secrets())
     url, number = storage.url, getattr(error, "errno", None)
-    if isinstance(storage, HubBranch):
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return FinetuneError(f"{url}: is not there ({reason}); make the bucket first, or correct its name"), False
+    if isinstance(storage, HubBranch | HubBucket):
         found = classify_error(error)
         if found is None:
             return EnvironmentMismatch(f"{url}: {reason}; report this"), False
-        text = hide_secrets(f"{url}: {found.reason}", known_secrets())
+        text = hide_secrets(f"{url}: {one_line(found.reason, 300)}", known_secrets())
+        if found.status != 429 and FULL_BUCKET.search(found.reason.lower()):
+            return FinetuneError(f"{text}; free some space there, or raise its quota"), False
         remedy = "try again later" if found.transient else "check the token's rights (hf auth login) and the name"
+        if isinstance(storage, HubBucket) and found.status == 404:
+            remedy = f"make the bucket first (hf buckets create {storage.bucket} --private), or correct its name"
         return EnvironmentMismatch(f"{text}; {remedy}"), found.transient
-    if number in (errno.ENOSPC, errno.EDQUOT) or any(word in str(error).lower() for word in FULL_BUCKET):
+    if number in (errno.ENOSPC, errno.EDQUOT) or FULL_BUCKET.search(str(error).lower()):
         return FinetuneError(f"{url}: is full ({reason}); free some space there, or raise its quota"), False
     if "request time" in str(error).lower():
         return FinetuneError(f"{url}: refuses this machine's clock ({reason}); set the clock right"), False
@@ -201,8 +212,6 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
         if not isinstance(storage, FolderStorage):
             remedy = "check the credentials, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE"
         return FinetuneError(f"{url}: refuses this user ({reason}); {remedy}"), False
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return FinetuneError(f"{url}: is not there ({reason}); make the bucket first, or correct its name"), False
     if isinstance(error, NotImplementedError | TypeError):
         return FinetuneError(f"{url}: this kind of storage cannot do it ({reason}); use s3://, hf:// or file://"), False
     return EnvironmentMismatch(f"{url}: cannot be reached ({reason}); check the network and the address"), True

@@ -34,6 +34,7 @@ from finetune.storage.backends import Storage, explain
 
 RENEW_SECONDS = 10.0
 WATCH_SECONDS = 45.0  # a renewal may wait for a slow network; a start after a clean end does not watch
+SETTLE_SECONDS = 5.0  # without conditional writes: from a look to the write after it, as of another start
 KEPT_ENTRIES = 50  # an owner that slept for more looks at the newest entry too
 CLOSE_SECONDS = 10.0
 ATTEMPTS, FIRST_WAIT_SECONDS = 3, 2.0
@@ -276,14 +277,18 @@ def take_lease(
     storage.begin()
     if storage.is_shared:
         storage.put(_lease_name(number), _lease(0, closed=False))
-    if not storage.create(entry.name, entry.as_bytes()) and _entry(storage, number).token != entry.token:
+    is_new = storage.create(entry.name, entry.as_bytes())
+    if not storage.is_atomic:  # another start may have looked before this one wrote; the later entry counts
+        pause(SETTLE_SECONDS)
+        is_new = False
+    if not is_new and _entry(storage, number).token != entry.token:
         raise _in_use(storage, newest_entry(storage), "began at the same moment")
     return Lease(storage, entry)
 
 
 def is_conditional(lease: Lease) -> bool:
-    """Whether the store keeps an object that exists, as asked: some ignore the condition and overwrite it."""
-    return not lease.storage.create(lease.entry.name, lease.entry.as_bytes())
+    """Whether the store keeps an object that exists, as asked: some have no condition, or ignore it and overwrite."""
+    return lease.storage.is_atomic and not lease.storage.create(lease.entry.name, lease.entry.as_bytes())
 
 
 def _watch(storage: Storage, entry: Entry, log: Callable[[str], None], pause: Callable[[float], None]) -> None:

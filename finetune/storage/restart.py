@@ -19,6 +19,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder
 from finetune.hub.branch import HubBranch
+from finetune.hub.bucket import HubBucket
 from finetune.launch.launcher import Launch
 from finetune.output_stream import one_line
 from finetune.recipe.schema import Recipe
@@ -42,7 +43,7 @@ def check_storage(recipe: Recipe) -> None:
     storage = storage_in(recipe)
     assert storage is not None
     try:
-        if isinstance(storage, HubBranch):
+        if isinstance(storage, HubBranch | HubBucket):
             attempt(storage, storage.check)
         attempt(storage, lambda: newest_entry(storage))
     except FinetuneError as error:
@@ -114,7 +115,7 @@ def take_over(
         raise explain(storage, error)[0] from error
     try:
         if storage.is_shared and not attempt(storage, lambda: is_conditional(lease)):
-            line = f"{storage.url}: overwrites objects although it was asked not to, so it keeps no two writers apart"
+            line = f"{storage.url}: has no conditional writes, so it keeps no two writers apart"
             if launch.nodes > 1:
                 raise FinetuneError(f"{line}; several machines need another storage, or a run folder that all see")
             log(f"{line}; start this run once at a time")

@@ -12,4 +12,5 @@ from tests.hub.conftest import hub  # noqa: F401  # a fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "RENEW_SECONDS", 0.05)
     monkeypatch.setattr(journal, "WATCH_SECONDS", 0.4)
+    monkeypatch.setattr(journal, "SETTLE_SECONDS", 0.5)
     monkeypatch.setattr(journal, "FIRST_WAIT_SECONDS", 0.0)

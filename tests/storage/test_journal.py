@@ -252,6 +252,7 @@ def take_lease_quickly(storage: FaultyStorage, before: Entry | None) -> Lease:
     ("error", "line"),
     [
         (PermissionError(errno.EACCES, "denied"), "refuses this user"),
+        (PermissionError(errno.EACCES, "denied", "00000507.json"), "refuses this user"),
         (OSError(errno.ENOSPC, "No space left on device"), "is full"),
         (FileNotFoundError(errno.ENOENT, "NoSuchBucket"), "is not there"),
         (OSError(5, "XMinioStorageFull: Storage backend has reached its minimum free drive threshold"), "is full"),

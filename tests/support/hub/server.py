@@ -16,19 +16,21 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from tests.support.hub.card_rules import card_mistakes, card_values
 from tests.support.hub.state import (
     LARGE,
     LARGE_BYTES,
     Blob,
+    Bucket,
     Fault,
     Repository,
     Request,
     flip,
     git_object,
     tree_oids,
+    xet_files,
     xet_hash,
 )
 
@@ -47,6 +49,7 @@ class Hub:
     url: str = ""
     files_url: str = ""
     repositories: dict[tuple[str, str], Repository] = field(default_factory=dict)
+    buckets: dict[str, Bucket] = field(default_factory=dict)
     large: dict[str, bytes] = field(default_factory=dict)  # by sha256
     faults: list[Fault] = field(default_factory=list)
     log: list[Request] = field(default_factory=list)
@@ -58,6 +61,10 @@ class Hub:
     def add(self, name: str, *, private: bool, kind: str = "model") -> Repository:
         """A repository that was there before."""
         return self.repositories.setdefault((kind, name), Repository(kind, name, private))
+
+    def add_bucket(self, name: str, *, private: bool = True) -> Bucket:
+        """A bucket that was there before."""
+        return self.buckets.setdefault(name, Bucket(name, private))
 
     def fail(self, call: str, **fault: Any) -> None:
         self.faults.append(Fault(call, **fault))
@@ -131,12 +138,21 @@ class Call:
 
     def repository(self, *, write: bool = False) -> Repository:
         found = self.hub.repositories.get((self.kind, self.parts["repo"]))
-        visible = found is not None and (not found.private or self.may("read", found.name))
-        if found is None or not visible:
+        self._check(found, write)
+        assert found is not None
+        return found
+
+    def bucket(self, *, write: bool = False) -> Bucket:
+        found = self.hub.buckets.get(self.parts["repo"])
+        self._check(found, write)
+        assert found is not None
+        return found
+
+    def _check(self, found: Repository | Bucket | None, write: bool) -> None:
+        if found is None or (found.private and not self.may("read", found.name)):
             raise Refused(404 if self.user else 401, "Repository not found", "RepoNotFound")
         if write and not self.may("write", found.name):
             raise Refused(403, "Forbidden: you must use a write token to write to a repository")
-        return found
 
     def may(self, what: str, name: str) -> bool:
         owner, user = name.split("/")[0], self.user
@@ -365,7 +381,10 @@ def _entry(path: str, blob: Blob) -> dict[str, Any]:
 
 def xet_token(call: Call) -> Answer:
     """Where large files lie; the write path reads the body, the read path the headers."""
-    call.repository(write=call.parts["way"] == "write")
+    if call.kind == "bucket":
+        call.bucket(write=call.parts["way"] == "write")
+    else:
+        call.repository(write=call.parts["way"] == "write")
     until, where = int(time.time()) + 3600, f"local://{call.hub.store}"
     headers = {"X-Xet-Cas-Url": where, "X-Xet-Access-Token": "xet", "X-Xet-Token-Expiration": str(until)}
     return as_json({"accessToken": "xet", "exp": until, "casUrl": where}, headers=headers)
@@ -434,9 +453,86 @@ def resolve(call: Call) -> Answer:
     return Answer(302, b"", headers | linked)
 
 
+BUCKET_PAGE = 1000  # entries of one page of a bucket's tree
+
+
+def bucket_info(call: Call) -> Answer:
+    bucket, sizes = call.bucket(), _sizes(call)
+    told: dict[str, Any] = {"id": bucket.name, "private": bucket.private, "createdAt": "2026-02-06T17:37:57.000Z"}
+    told |= {"size": sum(sizes[each] for each in bucket.files.values()), "totalFiles": len(bucket.files)}
+    return as_json(told)
+
+
+def bucket_tree(call: Call) -> Answer:
+    """Pages of what begins with the prefix, by its letters: `logs` names `logs.json` and `logs_old/` too. Without
+    `recursive`, what is in a folder below the prefix is one entry, the folder."""
+    deep = call.query.get("recursive", "").lower() == "true"
+    files, prefix, shown = call.bucket().files, call.parts.get("path") or "", dict[str, str | None]()
+    for path, xet in sorted(files.items()):
+        slash = path.find("/", len(prefix) + 1)
+        if path.startswith(prefix) and slash >= 0 and not deep:
+            shown[path[:slash]] = None
+        elif path.startswith(prefix):
+            shown[path] = xet
+    first, sizes = int(call.query.get("cursor", 0)), _sizes(call)
+    page = list(shown.items())[first : first + BUCKET_PAGE]
+    headers = {}
+    if first + BUCKET_PAGE < len(shown):
+        here = f"{call.hub.url}/api/buckets/{call.parts['repo']}/tree/{quote(prefix, safe='')}"
+        headers["Link"] = f'<{here}?recursive={deep}&cursor={first + BUCKET_PAGE}>; rel="next"'
+    folder_entry = {"type": "directory", "uploadedAt": "2026-02-06T17:37:57.000Z"}
+    told = [folder_entry | {"path": path} if xet is None else _stored(path, xet, sizes) for path, xet in page]
+    return as_json(told, headers=headers)
+
+
+def bucket_paths(call: Call) -> Answer:
+    """Hash and size of the named files; a path that is not there is left out."""
+    files, sizes = call.bucket().files, _sizes(call)
+    return as_json([_stored(path, files[path], sizes) for path in call.data["paths"] if path in files])
+
+
+def _stored(path: str, xet: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+    return {"type": "file", "path": path, "size": sizes[xet], "xetHash": xet, "mtime": "2026-02-06T17:37:57.000Z"}
+
+
+def _sizes(call: Call) -> dict[str, int]:
+    assert call.hub.store is not None, "buckets need a Xet store"
+    return {file.hash: file.size for file in xet_files(call.hub.store)}
+
+
+def bucket_batch(call: Call) -> Answer:
+    """One operation after the other. A part that fails is told in a 200, as the Hub does, and the rest is done."""
+    bucket, sizes, failed, done = call.bucket(write=True), _sizes(call), list[dict[str, str]](), 0
+    for line in map(json.loads, call.body.splitlines()):
+        path = line["path"]
+        if call.spoilt:
+            failed.append({"path": path, "error": "could not be applied"})
+        elif line["type"] == "deleteFile":
+            bucket.files.pop(path, None)
+            done += 1
+        elif line["type"] != "addFile" or line["xetHash"] not in sizes:
+            failed.append({"path": path, "error": "this content was not uploaded"})
+        else:
+            bucket.files[path] = line["xetHash"]
+            done += 1
+    told = {"success": not failed, "processed": done + len(failed), "succeeded": done, "failed": failed}
+    return as_json(told, 200 if done else 422)
+
+
+def bucket_resolve(call: Call) -> Answer:
+    bucket, path = call.bucket(), call.parts["path"]
+    if path not in bucket.files:
+        raise Refused(404, "Entry not found", "EntryNotFound")
+    xet = bucket.files[path]
+    headers = {"X-Xet-Hash": xet, "X-Linked-Size": str(_sizes(call)[xet])}
+    headers["X-Xet-Refresh-Route"] = f"{call.hub.url}/api/buckets/{bucket.name}/xet-read-token"
+    return Answer(302, b"", headers | {"Location": f"{call.hub.files_url}/{xet}"})
+
+
 REPO = r"(?P<repo>[^/]+/[^/]+)"
 API = rf"/api/(?P<kind>models|datasets)/{REPO}"
 REVISION = r"(?P<revision>[^/]+)"
+BUCKET = rf"/api/(?P<kind>buckets)/{REPO}"
 ROUTES: Sequence[tuple[str, str, str, Any]] = [
     ("GET", "/api/whoami-v2", "whoami", whoami),
     ("GET", "/api/agent-harnesses", "harnesses", harnesses),
@@ -460,6 +556,12 @@ ROUTES: Sequence[tuple[str, str, str, Any]] = [
     ("POST", "/api/lfs-verify", "lfs_verify", lfs_verify),
     ("PUT", "/(?P<oid>[0-9a-f]{64})", "lfs_upload", lfs_upload),
     ("GET", "/(?P<oid>[0-9a-f]{64})", "download", download),
+    ("GET", BUCKET, "bucket_info", bucket_info),
+    ("GET", rf"{BUCKET}/tree(?:/(?P<path>.+))?", "bucket_tree", bucket_tree),
+    ("POST", rf"{BUCKET}/paths-info", "bucket_paths", bucket_paths),
+    ("POST", rf"{BUCKET}/batch", "bucket_batch", bucket_batch),
+    ("GET", rf"{BUCKET}/xet-(?P<way>read|write)-token", "xet_token", xet_token),
+    ("GET", rf"/(?P<kind>buckets)/{REPO}/resolve/(?P<path>.+)", "bucket_resolve", bucket_resolve),
     ("GET", rf"/(?:(?P<kind>datasets)/)?{REPO}/resolve/{REVISION}/(?P<path>.+)", "resolve", resolve),
 ]
 

@@ -1,4 +1,5 @@
-"""What the loopback Hub holds: repositories by git's own hashes, large files by sha256, faults, and a log."""
+"""What the loopback Hub holds: repositories by git's own hashes, large files by sha256, buckets by Xet hashes, faults,
+and a log."""
 
 from __future__ import annotations
 
@@ -110,6 +111,15 @@ class Repository:
 
 
 @dataclass
+class Bucket:
+    """Files that are overwritten in place: no history, no folders of their own, no condition on a write."""
+
+    name: str  # owner/name
+    private: bool
+    files: dict[str, str] = field(default_factory=dict)  # path -> Xet hash
+
+
+@dataclass
 class Fault:
     """What goes wrong at a call, `times` times after the first `skip`; one of status, cuts and wrong_hash.
 
@@ -154,22 +164,39 @@ def flip(content: bytes) -> bytes:
     return content[:-1] + bytes([content[-1] ^ 1]) if content else content
 
 
-def xet_hash(store: Path, sha256: str) -> str | None:
-    """The Xet hash of a file that the client left in a `local://` store, read from the store's shards.
+@dataclass(frozen=True)
+class XetFile:
+    """A file that the client left in a `local://` store."""
+
+    hash: str
+    size: int
+    sha256: tuple[str, ...]  # in both orders of bytes that clients write; empty: the client left it out
+
+
+def xet_files(store: Path) -> Iterator[XetFile]:
+    """The files of a `local://` store, read from its shards.
 
     A shard lists, after a header of 48 bytes, one block for each file: hash, flags, number of entries; then entries of
-    48 bytes each, as many again with verification (bit 31), and the sha256 (bit 30).
+    48 bytes each, as many again with verification (bit 31), and the sha256 (bit 30). An entry is a range of chunks:
+    their container's hash, flags, bytes, first and last chunk.
     """
     for shard in sorted(store.rglob("*.mdb")):
         data, at = shard.read_bytes(), 48
         while at + 48 <= len(data) and data[at : at + 32] != b"\xff" * 32:
-            file_hash, (flags, entries) = data[at : at + 32], struct.unpack("<II", data[at + 32 : at + 40])
+            file_hash, (flags, entries) = _words(data[at : at + 32]), struct.unpack("<II", data[at + 32 : at + 40])
+            starts = [at + 48 * (1 + entry) for entry in range(entries)]
+            size = sum(struct.unpack("<I", data[start + 36 : start + 40])[0] for start in starts)
             at += 48 * (1 + entries) + (48 * entries if flags >> 31 & 1 else 0)
+            sha256: tuple[str, ...] = ()
             if flags >> 30 & 1:
-                if _words(data[at : at + 32]) == sha256 or data[at : at + 32].hex() == sha256:
-                    return _words(file_hash)
+                sha256 = (_words(data[at : at + 32]), data[at : at + 32].hex())
                 at += 48
-    return None
+            yield XetFile(file_hash, size, sha256)
+
+
+def xet_hash(store: Path, sha256: str) -> str | None:
+    """The Xet hash of a file in a `local://` store."""
+    return next((file.hash for file in xet_files(store) if sha256 in file.sha256), None)
 
 
 def _words(content: bytes) -> str:
