@@ -609,3 +609,14 @@ def test_a_vocabulary_of_20_mb_is_searched_in_seconds() -> None:
     for text in ("ab.-" * 100_000, "sk-" * 100_000 + " ", "a://b:" * 50_000, '"quiet": 7, ' * 400_000):
         find_secret(text, ["a secret"])
     assert time.process_time() - started < 10
+
+
+@pytest.mark.parametrize(("set_by_user", "off"), [(None, True), ("0", False)])
+def test_no_library_reports(set_by_user: str | None, off: bool) -> None:
+    """hf_xet and transformers read huggingface_hub's switch, which the user may set otherwise."""
+    environment = {name: value for name, value in os.environ.items() if "TELEMETRY" not in name}
+    if set_by_user is not None:
+        environment["HF_HUB_DISABLE_TELEMETRY"] = set_by_user
+    asked = "import finetune, huggingface_hub.constants as hub; print(hub.HF_HUB_DISABLE_TELEMETRY)"
+    seen = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)
+    assert seen.stdout.strip() == str(off)
