@@ -345,6 +345,10 @@ SECTIONS = "model: {name_or_path: m}\ndata: {train: [{path: json, data_files: r.
         ("run: {storage: file:///}", "is no address of a storage"),
         ("run: {storage: hf://me/devils@main}\nhub: {repo_id: me/devils, push: true}", "is also hub.revision"),
         (
+            "run: {storage: hf://buckets/me/runs/devils}\nbudget: {nodes: 2}",
+            "run.storage: a Hub bucket does not keep two writers apart, and budget.nodes is 2; name an s3:// bucket",
+        ),
+        (
             "run: {storage: s3://b/x}\nhub: {repo_id: a/b, checkpoints: steps}",
             "run.storage: hub.checkpoints names a place too; remove one of the two",
         ),
