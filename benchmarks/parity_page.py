@@ -228,7 +228,8 @@ held-out loss, and right greedy answers with Wilson's interval over the answers 
 documents, by the processor's time without the first step, while its second core did other work; memory is the
 process's peak. "Documented" settings of other tools run unpacked, because packed, 64 rows are one step; they learn
 answers alone, by each tool's own means. With "this kit's" settings they pack rows as this kit does, so only the drawn
-order differs, and a line break that TRL and LLaMA-Factory learn after each answer.
+order differs, and a line break that TRL and LLaMA-Factory learn after each answer. These two also recompute
+activations by default, which costs speed; the other three do not here.
 """
 TAIL = """This page does not show bf16 on a GPU, unsloth (it needs a GPU), DPO by axolotl or LLaMA-Factory, and runs of
 thousands of steps. [One curve](one_curve.md) shows that this kit's strategies agree."""
