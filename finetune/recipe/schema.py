@@ -24,7 +24,6 @@ from finetune.recipe.sections.model import Budget, Dtype, ModelSection, Quantiza
 from finetune.recipe.sections.preferences import Dpo, Kto
 from finetune.recipe.sections.results import Evaluation, Generate, Hub, RunLimits, Samples
 from finetune.recipe.sections.training import Scheduler, Training
-from finetune.recipe.storage_address import HUB_BUCKET
 
 __all__ = [
     "Budget",
@@ -338,7 +337,7 @@ def _hub_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
             yield CrossCheck(key, "hub.repo_id is not set", "add hub.repo_id: owner/name")
     if hub.checkpoints is not None and recipe.run.storage is not None:
         yield CrossCheck("run.storage", "hub.checkpoints names a place too", "remove one of the two")
-    if recipe.budget.nodes > 1 and HUB_BUCKET.fullmatch(recipe.run.storage or ""):
+    if recipe.budget.nodes > 1 and (recipe.run.storage or "").startswith("hf://buckets/"):
         problem = f"a Hub bucket does not keep two writers apart, and budget.nodes is {recipe.budget.nodes}"
         yield CrossCheck("run.storage", problem, "name an s3:// bucket, or a branch: hf://OWNER/NAME@BRANCH")
     if recipe.run.storage == f"hf://{hub.repo_id}@{hub.revision}":
