@@ -207,6 +207,12 @@ def documents_of(trainer: Any) -> list[dict[str, Any]]:
             answers = [row[name] for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
             prompt = row["prompt_ids"]
             documents = [(prompt + ids, [False] * len(prompt) + [True] * len(ids)) for ids in answers]
+        elif "input_ids" in row:  # an earlier TRL: its collator makes the labels
+            learned = [True] * len(row["input_ids"])
+            answers_alone = getattr(trainer.data_collator, "completion_only_loss", False)
+            for name in (*["completion_mask"] * bool(answers_alone), "assistant_masks"):
+                learned = [before and bool(now) for before, now in zip(learned, row.get(name, learned), strict=True)]
+            documents = [(row["input_ids"], learned)]
         else:
             return []
         rows.append({"row": row["row_number"], "documents": [(ids[:cut], mask[:cut]) for ids, mask in documents]})
