@@ -351,7 +351,7 @@ def as_it_comes(folder: Path) -> dict[str, Job]:
             },
             {},
         ),
-        # The same as this kit's documented ones, by the other tools that pack rows and isolate their documents.
+        # This kit's documented settings in the tools that can pack rows and isolate their documents.
         ("trl", "this kit's"): (
             everywhere | float32 | equal | {"warmup_steps": 0.03, "packing": True, "max_length": PACKED},
             {"lora": {"r": 32, "lora_alpha": 64, "target_modules": "all-linear"}},

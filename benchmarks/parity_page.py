@@ -61,10 +61,10 @@ CAUSES = {
     ),
     "Rounding in the final adapter": (
         [
-            "The same steps in another order of additions differ by 1e-7 in loss and gradient. AdamW divides a mean",
-            "gradient by the root of its mean square, so the smallest gradients, which are mostly rounding, become",
-            "steps as large as any other. The first line is this kit against itself. With an epsilon of 1e-2 instead",
-            "of 1e-8, such gradients no longer count.",
+            "If numbers are added in another order, loss and gradient change by 1e-7. AdamW divides each mean",
+            "gradient by the root of its mean square. So a tiny gradient, which is mostly rounding, moves a weight as",
+            "far as a large one does. The first line is this kit against itself. An epsilon of 1e-2 instead of 1e-8",
+            "makes tiny gradients move weights little.",
         ],
         {
             "ours: four rows at once": "four rows at once instead of 2 x 2",

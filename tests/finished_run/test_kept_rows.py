@@ -160,7 +160,7 @@ def asked(questions: str, texts: list[list[tuple[str, float]]]) -> list[dict[str
 
 
 def test_copies_are_those_of_the_rows() -> None:
-    """Without thoughts, equal answers are copies whatever was thought, and equal thoughts make none."""
+    """Without thoughts only the answers are compared: equal ones are copies, whatever the thoughts."""
     long = "the river and the sea and the boat and the bird and the stone and the hill"
     thought = [f"<think>{long}</think>red", f"<think>{long[::-1]}</think>red", f"<think>{long}</think>blue"]
     lines = asked("q", [[(text, 1.0) for text in thought]])

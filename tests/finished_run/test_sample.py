@@ -447,7 +447,7 @@ def test_prompts_without_a_whole_line_are_asked(run: Path, whole: Path, tmp_path
 def test_weights_are_known_by_their_content(
     run: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A copy of the run goes on, whatever its files' times. Other weights under the old name are refused."""
+    """A copy of the run with newer file times goes on. Other weights under the same name are refused."""
     copied, folder = tmp_path / "run", tmp_path / "out"
     assert main(words(run, folder, "--limit", "2", "--n", "2")) == 0
     shutil.copytree(run, copied)  # with times of its own
