@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from finetune import importers, new_recipe, preflight
-from finetune.cli.app import AsJson, Overrides, RecipeFile, name_next, run_verb, say, say_begun, user_path
-from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.cli.app import AsJson, Overrides, RecipeFile, name_next, run_verb, say_begun, user_path
+from finetune.errors import EnvironmentMismatch
 from finetune.files import check_output, write_text
 from finetune.model.packaged import refuse_unreachable
 from finetune.output_stream import rich_console
@@ -48,28 +47,6 @@ def preview(
             if result.ok:
                 name_next(["finetune", "train", recipe, *(overrides or [])])
         return result.as_json() | ({} if result.ok else {"exit_code": 2})
-
-    run_verb(work, as_json=as_json)
-
-
-def fetch(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    to: Annotated[
-        Path, typer.Option("--to", parser=user_path, help="A new folder, or one to go on with.", show_default=False)
-    ] = ...,  # type: ignore[assignment]  # typer's word for an option that must be given
-    as_json: AsJson = False,
-) -> None:
-    """Bring model, tokenizer and data into a folder, with a recipe that trains from there without a network."""
-
-    def work() -> dict[str, Any]:
-        loaded = load_recipe(recipe, overrides or [], here=True)
-        facts = preflight.fetch(loaded, to, partial(say, err=True))
-        if not as_json:
-            for note in facts["notes"]:
-                say(note)
-            say(f"complete: {to}; there: HF_HUB_OFFLINE=1 finetune train recipe.yaml")
-        return {"ok": True, **facts}
 
     run_verb(work, as_json=as_json)
 
@@ -148,32 +125,13 @@ def import_recipe(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", parser=user_path, help="A file to write.", show_default=False)
     ] = None,
-    prove: Annotated[
-        bool, typer.Option("--prove", help="Train both small, by TRL and by the recipe, and compare.")
-    ] = False,
-    python: Annotated[
-        Path | None,
-        typer.Option(parser=user_path, help="With --prove: an interpreter that has TRL.", show_default=False),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a configuration from axolotl, LLaMA-Factory or TRL into a recipe, and list what is left out. With
-    --prove, exit code 4 if the recipe trains differently and does not say so."""
+    """Convert a configuration from axolotl, LLaMA-Factory or TRL into a recipe, and list what is left out."""
 
     def work() -> dict[str, Any]:
         if output is not None:
             check_output(output, "--output")
-        if prove:
-            if output is not None:
-                raise FinetuneError("-o: --prove writes no recipe; import it without --prove first")
-            report = preflight.prove_import(
-                config, tool=importers.known_tool(tool), gpus=gpus, python=python, log=say_begun
-            )
-            if not as_json:
-                typer.echo("\n".join(preflight.proof_lines(report)))
-            return report
-        if python is not None:
-            raise FinetuneError("--python: is for --prove; add it")
         imported = importers.convert(config, tool=importers.known_tool(tool), gpus=gpus)
         if output is not None:
             importers.write_recipe(output, imported.text)

@@ -17,6 +17,7 @@ import typer
 from finetune import __version__, planner, preflight
 from finetune.cli import compare_verb, data_verbs, run_verbs, train_verb
 from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, say, say_begun, ticking, user_path
+from finetune.cli.downloads import download_lines
 from finetune.cli.recipe_list import as_table, find_recipes
 from finetune.errors import DoesNotFit, FinetuneError
 from finetune.files import check_output
@@ -147,6 +148,7 @@ def check(
                 notes.append(f"{formats.line}; the start also times small products")
             if formats.facts:
                 result["formats"] = formats.facts
+        notes += download_lines(loaded.recipe)
         if notes or data:
             result["notes"] = notes
         text = f"{recipe}: right\n"
@@ -327,7 +329,6 @@ def launch(
 
 for verb in (
     data_verbs.preview,
-    data_verbs.fetch,
     run_verbs.chat,
     run_verbs.status,
     run_verbs.report,
@@ -343,12 +344,27 @@ app.command("import")(data_verbs.import_recipe)
 app.command()(data_verbs.doctor)
 
 
+# Verbs, and options of verbs, that went -> what to write instead.
+_REMOVED = {
+    ("fetch", ""): "finetune check RECIPE prints the lines of `hf download` that bring model and data",
+    ("import", "--prove"): "docs/parity.md compares this kit's steps with other tools'; import without it",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default the console's. Returns the exit code."""
     open_missing_streams()
     words = sys.argv[1:] if argv is None else list(argv)
     if line := readable_threads():
         print(line, file=sys.stderr)
+    for (verb, option), instead in _REMOVED.items():
+        if words[:1] == [verb] and (not option or option in (word.partition("=")[0] for word in words)):
+            line = f"{verb} {option}".rstrip() + f": is not there any more; {instead}"
+            print(
+                json.dumps({"ok": False, "exit_code": 2, "mistakes": [line]}) if "--json" in words else line,
+                file=sys.stdout if "--json" in words else sys.stderr,
+            )
+            return 2
     # Frames and lines broken at 80 columns are for a terminal. In a file or a pipe each message is one line, for grep.
     program = _program(words[0] if words else "", sys.stdout.isatty() and sys.stderr.isatty())
     try:

@@ -43,7 +43,6 @@ class Imported:
     text: str
     carried: Mapping[str, tuple[Any, str]]  # dotted recipe key -> value, and the tool's key it came from
     left_out: tuple[LeftOut, ...]
-    values: Mapping[str, Any]  # the tool's own file
 
     def as_json(self) -> dict[str, Any]:
         return {

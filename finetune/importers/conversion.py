@@ -73,7 +73,7 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
     ]
     text = page(title, foreign.carried, foreign.left_out)
     _check_recipe(file, text, foreign)
-    return Imported(tool, text, foreign.carried, tuple(foreign.left_out), values)
+    return Imported(tool, text, foreign.carried, tuple(foreign.left_out))
 
 
 # The keys of other files that lie beside a configuration: what each is, and what to do with it.

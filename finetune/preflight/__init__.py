@@ -4,9 +4,7 @@
     comparison = plan_comparison(recipe, words, rows_of_options([], "ddp,fsdp2"), ...)
     result = run_and_report(comparison, quiet=False)      the same steps under each strategy
     findings = list(examine_machine())                    libraries, devices, disk, token
-    facts = fetch(loaded, folder, print)                  model, tokenizer and data, for a machine without a network
     report = prove_gpus(print)                            small trainings beside the CPU's curve
-    report = prove_import(file, log=print, ...)           another tool's configuration beside its recipe
 
 Other packages import only this module. It imports nothing before a name is asked for.
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from finetune.preflight.comparison import Comparison, compare, plan_comparison
     from finetune.preflight.disk import free_bytes
     from finetune.preflight.doctor import Finding, as_text, examine_machine
-    from finetune.preflight.fetching import fetch
     from finetune.preflight.gpu_proofs import (
         Proof,
         ProofBench,
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
         started,
         wait_for_end,
     )
-    from finetune.preflight.prove import proof_lines, prove_import
     from finetune.preflight.rehearsal import checklist_printer, rehearse
     from finetune.preflight.shrink import END_TOKENS, Shrunk, sample_texts, shrink_model, train_tokenizer
 
@@ -54,8 +50,6 @@ _NAMES = {
     "compare_rows": ("AskedRow", "rows_of_options"),
     "comparison": ("Comparison", "compare", "plan_comparison"),
     "compare_report": ("draw", "run_and_report"),
-    "fetching": ("fetch",),
-    "prove": ("proof_lines", "prove_import"),
     "doctor": ("Finding", "as_text", "examine_machine"),
     "gpu_proofs": (
         *("Proof", "ProofBench", "ProofMachine", "find_gpus", "plan_proofs", "prove_gpus", "write_proof_recipe"),
@@ -86,15 +80,12 @@ __all__ = [
     "ended_by_signals",
     "examine_machine",
     "failure_reason",
-    "fetch",
     "find_gpus",
     "free_bytes",
     "kill_all",
     "plan_comparison",
     "plan_proofs",
-    "proof_lines",
     "prove_gpus",
-    "prove_import",
     "rehearse",
     "rows_of_options",
     "run_and_report",

@@ -77,7 +77,6 @@ ELSEWHERE = {
     "finetune compare": "preflight/test_compare.py",
     "python -m lectures": "lectures/test_lectures.py",
     "finetune report runs/quickstart_compare": "report/test_run_page.py",
-    "finetune fetch": "hub/test_fetch.py",
     "finetune sample": "finished_run/test_sample.py",
     "finetune eval runs/one-right": "finished_run/test_sample.py",
     "finetune eval runs/quickstart --tasks": "finished_run/test_evaluate.py",

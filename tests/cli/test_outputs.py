@@ -80,7 +80,6 @@ def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
         ["report", "nowhere", "-o"],
         ["compare", RECIPE, "-o"],
         ["export", "nowhere", "--step", "1", "--to"],
-        ["fetch", RECIPE, "--to"],
     ],
     ids=lambda words: words[0],
 )
