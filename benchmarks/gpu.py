@@ -8,7 +8,7 @@ environment  versions, imports, the card, the rates of products and copies
 optimizer    a billion bfloat16 weights: RoundedAdamW's update as one kernel beside the update as written
 layers       two layers of 8B's width: loss and gradients beside the library's, eager and compiled
 operator     attention that no flash kernel computes, inside compiled layers: Gemma 4, Gemma 2, Llama in float32
-proofs       those of `finetune doctor --gpu`, side by side
+proofs       small trainings beside the CPU's curve, on one GPU and on all of them (gpu_proofs.py)
 generate     a random 8B answers 64 prompts: batches of three sizes, adapters merged or not, transformers' own batches
 peer         transformers, peft and Liger on the rows of 8B LoRA
 two_ranks    two ranks on this card over gloo: which collectives work, DDP, FSDP2

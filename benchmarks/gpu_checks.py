@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_answers import generate
 from benchmarks.gpu_peer import peer
+from benchmarks.gpu_proofs import ProofBench, ProofMachine, find_gpus, plan_proofs, write_proof_recipe
 from benchmarks.gpu_recipes import OUT_OF_TIME, last_line, run_checks
 from benchmarks.gpu_two_ranks import two_ranks
 
@@ -468,12 +469,10 @@ def _rounded_pieces(update: Any, edges: Sequence[int], device: Any) -> Any:
 
 
 def proofs(lines: Lines, *, shrunken: bool) -> None:
-    """The proofs of `finetune doctor --gpu` on one GPU, those side by side that do not wait for each other: they are
+    """The proofs of as many ranks as there are GPUs, those side by side that do not wait for each other: they are
     tiny, and most of a proof is imports."""
-    from finetune.preflight import ProofBench, ProofMachine, find_gpus, plan_proofs, write_proof_recipe
-
-    machine = ProofMachine("cpu", "a CPU in a GPU's place", 1) if shrunken else replace(find_gpus(), count=1)
-    planned = [_compiled_or_not(proof) for proof in plan_proofs(machine) if proof.ranks == 1]
+    machine = ProofMachine("cpu", "a CPU in a GPU's place", 1) if shrunken else find_gpus()
+    planned = [_compiled_or_not(proof) for proof in plan_proofs(machine) if proof.ranks <= machine.count]
     with tempfile.TemporaryDirectory(prefix="finetune-proofs-") as name:
         folder = Path(name)
         bench = ProofBench(machine, write_proof_recipe(folder), {proof.name: proof for proof in planned})

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SECONDS = 120.0  # of one training; 20 expected
 SECONDS_ON_CPU = 600.0
-LOSS_BOUND, NORM_BOUND = 1e-4, 1e-3  # relative, in float32: the bounds of `finetune doctor --gpu`
+LOSS_BOUND, NORM_BOUND = 1e-4, 1e-3  # relative, in float32: FLOAT32_BOUNDS of gpu_proofs.py
 
 
 def two_ranks(lines: Lines, *, shrunken: bool) -> None:
@@ -59,7 +59,7 @@ def two_ranks(lines: Lines, *, shrunken: bool) -> None:
 
 
 def _proof_recipe(folder: Path) -> Path:
-    from finetune.preflight import write_proof_recipe
+    from benchmarks.gpu_proofs import write_proof_recipe
 
     return write_proof_recipe(folder)
 

@@ -152,10 +152,10 @@ def doctor(
         typer.Argument(parser=user_path, metavar="[RECIPE]", help="Also what it needs.", show_default=False),
     ] = None,
     online: Annotated[bool, typer.Option("--online", help="Ask the Hub what the token may do.")] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Then prove the GPUs by small trainings.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Is this machine fit for a run? Fit to paste into a bug report: no names, no token. Exit code 4 if it is not."""
+    """Is this machine fit for a run? Fit to paste into a bug report: no names, no token. Exit code 4 if it is not.
+    Small trainings prove its GPUs, in a checkout: python benchmarks/gpu.py"""
 
     def work() -> dict[str, Any]:
         loaded = load_recipe(recipe, here=True) if recipe else None
@@ -165,11 +165,7 @@ def doctor(
             if not as_json:
                 typer.echo(preflight.as_text(finding))
         bad = any(finding.state == "bad" for finding in findings)
-        proved: dict[str, Any] = {}
-        if gpu:
-            proved = {"gpu": preflight.prove_gpus(lambda line: None if as_json else typer.echo(line))}
-            bad = bad or not proved["gpu"]["ok"]
         code = {"exit_code": EnvironmentMismatch.exit_code} if bad else {}
-        return {"ok": not bad, "findings": [vars(finding) for finding in findings], **proved, **code}
+        return {"ok": not bad, "findings": [vars(finding) for finding in findings], **code}
 
     run_verb(work, as_json=as_json)

@@ -346,6 +346,7 @@ app.command()(data_verbs.doctor)
 
 # Verbs, and options of verbs, that went -> what to write instead.
 _REMOVED = {
+    ("doctor", "--gpu"): "in a checkout: python benchmarks/gpu.py proofs",
     ("fetch", ""): "finetune check RECIPE prints the lines of `hf download` that bring model and data",
     ("import", "--prove"): "docs/parity.md compares this kit's steps with other tools'; import without it",
 }

@@ -1,10 +1,9 @@
-"""Before you pay: rehearse a recipe, compare strategies, examine this machine and prove its GPUs.
+"""Before you pay: rehearse a recipe, compare settings, examine this machine.
 
     report = rehearse(recipe, words, log=print)           the whole run, small, on the CPU
     comparison = plan_comparison(recipe, words, rows_of_options([], "ddp,fsdp2"), ...)
     result = run_and_report(comparison, quiet=False)      the same steps under each strategy
     findings = list(examine_machine())                    libraries, devices, disk, token
-    report = prove_gpus(print)                            small trainings beside the CPU's curve
 
 Other packages import only this module. It imports nothing before a name is asked for.
 
@@ -22,26 +21,20 @@ if TYPE_CHECKING:
     from finetune.preflight.comparison import Comparison, compare, plan_comparison
     from finetune.preflight.disk import free_bytes
     from finetune.preflight.doctor import Finding, as_text, examine_machine
-    from finetune.preflight.gpu_proofs import (
-        Proof,
-        ProofBench,
-        ProofMachine,
-        find_gpus,
-        plan_proofs,
-        prove_gpus,
-        write_proof_recipe,
-    )
     from finetune.preflight.job import (
         StepFailed,
         TrainingJob,
         ended_by_signals,
         failure_reason,
         kill_all,
+        relative_difference,
         started,
+        train_lines,
         wait_for_end,
+        with_two_copies,
     )
     from finetune.preflight.rehearsal import checklist_printer, rehearse
-    from finetune.preflight.shrink import END_TOKENS, Shrunk, sample_texts, shrink_model, train_tokenizer
+    from finetune.preflight.shrink import BUILT_IN, END_TOKENS, Shrunk, sample_texts, shrink_model, train_tokenizer
 
 # Module -> the names that it gives.
 _NAMES = {
@@ -51,25 +44,21 @@ _NAMES = {
     "comparison": ("Comparison", "compare", "plan_comparison"),
     "compare_report": ("draw", "run_and_report"),
     "doctor": ("Finding", "as_text", "examine_machine"),
-    "gpu_proofs": (
-        *("Proof", "ProofBench", "ProofMachine", "find_gpus", "plan_proofs", "prove_gpus", "write_proof_recipe"),
-    ),
     # For lectures and benchmarks: a training as a job of its own, a small model with a tokenizer of the rows.
     "job": (
-        *("StepFailed", "TrainingJob", "ended_by_signals", "failure_reason", "kill_all", "started", "wait_for_end"),
+        *("StepFailed", "TrainingJob", "ended_by_signals", "failure_reason", "kill_all", "relative_difference"),
+        *("started", "train_lines", "wait_for_end", "with_two_copies"),
     ),
-    "shrink": ("END_TOKENS", "Shrunk", "sample_texts", "shrink_model", "train_tokenizer"),
+    "shrink": ("BUILT_IN", "END_TOKENS", "Shrunk", "sample_texts", "shrink_model", "train_tokenizer"),
     "disk": ("free_bytes",),
 }
 
 __all__ = [
+    "BUILT_IN",
     "END_TOKENS",
     "AskedRow",
     "Comparison",
     "Finding",
-    "Proof",
-    "ProofBench",
-    "ProofMachine",
     "Shrunk",
     "StepFailed",
     "TrainingJob",
@@ -80,21 +69,20 @@ __all__ = [
     "ended_by_signals",
     "examine_machine",
     "failure_reason",
-    "find_gpus",
     "free_bytes",
     "kill_all",
     "plan_comparison",
-    "plan_proofs",
-    "prove_gpus",
     "rehearse",
+    "relative_difference",
     "rows_of_options",
     "run_and_report",
     "sample_texts",
     "shrink_model",
     "started",
+    "train_lines",
     "train_tokenizer",
     "wait_for_end",
-    "write_proof_recipe",
+    "with_two_copies",
 ]
 
 

@@ -26,7 +26,6 @@ from finetune.model.known_configs import GATED
 from finetune.model.packaged import weights_are_here
 from finetune.paths import PACKAGE, TRAIN_SCRIPT
 from finetune.preflight.disk import folders, free_bytes, may_write, need_of
-from finetune.preflight.process_pair import pair_test
 from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import yaml_value
@@ -82,7 +81,6 @@ def examine_machine(loaded: LoadedRecipe | None = None, *, online: bool = False)
         check_libraries,
         check_extras,
         check_has_gpus,
-        check_pair,
         lambda: check_disk(recipe),
         lambda: check_token(recipe, online=online),
         check_accelerate,
@@ -219,18 +217,6 @@ def _gpu(index: int) -> Finding:
     if free < total / 2:
         return Finding("devices", "look", text, "another program holds its memory; nvidia-smi names it")
     return Finding("devices", "ok", text)
-
-
-def check_pair() -> Iterator[Finding]:
-    import torch
-
-    try:
-        result = pair_test(gpus=torch.cuda.device_count())
-    except EnvironmentMismatch as error:
-        yield Finding("pair", "bad", *error.parts())
-        return
-    size = f"{result['bytes'] / 2**20:g} MiB in {result['seconds'] * 1e3:.1f} ms"
-    yield Finding("pair", "ok", f"{result['backend']}: two processes summed {size}")
 
 
 def check_disk(recipe: Recipe | None) -> Iterator[Finding]:

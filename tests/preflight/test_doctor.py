@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -27,7 +26,6 @@ from finetune.measure.units import GIB
 from finetune.preflight import disk, doctor
 from finetune.preflight.disk import count_weights, free_bytes, need_of
 from finetune.preflight.doctor import Finding, as_text, examine_machine, scope
-from finetune.preflight.process_pair import pair_test
 from finetune.recipe.loader import load_recipe
 from finetune.redaction import redact, variables
 from finetune.strategies.accelerator import check_launch
@@ -90,7 +88,7 @@ def test_the_whole_report_as_a_user_gets_it(tmp_path: Path) -> None:
         assert private not in process.stdout + process.stderr
     by_name = {finding["name"]: finding for finding in report["findings"]}
     assert set(by_name) == {
-        "python", "libraries", "extras", "devices", "wheels", "pair", "disk", "token", "accelerate", "variables",
+        "python", "libraries", "extras", "devices", "wheels", "disk", "token", "accelerate", "variables",
     }  # fmt: skip
     assert f"torch {torch.__version__}" in by_name["libraries"]["seen"]
     assert "MULTI_GPU, 4 processes" in by_name["accelerate"]["seen"]
@@ -98,32 +96,6 @@ def test_the_whole_report_as_a_user_gets_it(tmp_path: Path) -> None:
     assert "~/.cache/huggingface/accelerate/default_config.yaml" in by_name["accelerate"]["remedy"]
     assert "from HF_TOKEN" in by_name["token"]["seen"]
     assert "NCCL_DEBUG=INFO" in by_name["variables"]["seen"]
-    assert by_name["pair"]["state"] == "ok"
-
-
-@pytest.mark.slow
-def test_two_real_processes_sum() -> None:
-    result = pair_test(gpus=0)
-    assert result["backend"] == "gloo"
-    assert result["bytes"] == 4 * 2**20
-    assert 0 < result["seconds"] < 60
-
-
-@pytest.mark.slow
-def test_a_pair_that_fails_says_why_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    with pytest.raises(EnvironmentMismatch) as caught:
-        pair_test(gpus=0)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert "nowhere0" in message
-    assert message.endswith("name the network interface by GLOO_SOCKET_IFNAME")
-
-
-def test_a_pair_that_does_not_meet_leaves_no_process_behind() -> None:
-    with pytest.raises(EnvironmentMismatch, match=r"did not meet within 0.05 s"):
-        pair_test(gpus=0, timeout=0.05)
-    assert not [child for child in psutil.Process().children() if "finetune.preflight.process_pair" in child.cmdline()]
 
 
 def test_a_library_out_of_range_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,11 +268,11 @@ def test_no_network_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_is_bad_ends_with_exit_code_4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    well, ill = Finding("python", "ok", "3.14"), Finding("pair", "bad", "gloo: no", "name it")
+    well, ill = Finding("python", "ok", "3.14"), Finding("disk", "bad", "full", "free it")
     monkeypatch.setattr(doctor, "examine_machine", lambda *_, **__: iter([well, ill]))
     assert main(["doctor"]) == 4
     assert capsys.readouterr().out == f"{as_text(well)}\n{as_text(ill)}\n"
-    assert as_text(ill).endswith("gloo: no\n                name it")
+    assert as_text(ill).endswith("full\n                free it")
     assert main(["doctor", "--json"]) == 4
     assert json.loads(capsys.readouterr().out)["ok"] is False
     monkeypatch.setattr(doctor, "examine_machine", lambda *_, **__: iter([well]))
@@ -312,13 +284,12 @@ def test_a_finding_is_shown_without_what_is_private(jane: Path, monkeypatch: pyt
         "check_libraries",
         "check_extras",
         "check_has_gpus",
-        "check_pair",
         "check_accelerate",
         "check_variables",
     ):
         monkeypatch.setattr(doctor, name, lambda: iter([Finding("x", "bad", f"in {jane}", f"{PLANTED} jane")]))
     lines = [as_text(finding) for finding in examine_machine()]
-    assert len(lines) >= 8
+    assert len(lines) >= 7
     assert not [line for line in lines if "jane" in line or PLANTED in line]
 
 

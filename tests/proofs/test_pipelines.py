@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu_proofs import rewind
 from finetune.files import read_lines
-from finetune.preflight.gpu_proofs import rewind
 from tests.support.models.tiny import save_tiny, write_chats
 from tests.support.runs.cells import ROOT, launch
 from tests.support.runs.curve_table import METHODS, SHORT, TOLERANCE, apart, receipt_of, worst

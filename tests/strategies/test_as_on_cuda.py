@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu_proofs import find_gpus
 from finetune.errors import EnvironmentMismatch
 from finetune.finished_run.load import best_device
 from finetune.launch.gpu_environment import libraries_on_gpu
 from finetune.preflight.compare_rows import rows_of_options
 from finetune.preflight.comparison import plan_comparison
-from finetune.preflight.gpu_proofs import find_gpus
 from finetune.probe.remembered import device_kind, precision_on
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies import accelerator as accelerators

@@ -1,4 +1,4 @@
-"""`finetune doctor --gpu`: small trainings that prove this machine's GPUs. `benchmarks/gpu.py` runs the same proofs.
+"""Small trainings that prove this machine's GPUs: `python benchmarks/gpu.py proofs` runs them (gpu_checks.py).
 
 Each proof is a training by the user's own entrypoint. A reference trains on the CPU, one document at a time. All
 trainings take the same eight documents in each of six steps. So a proof and its reference differ only in the device,
@@ -11,37 +11,32 @@ import importlib.util
 import json
 import random
 import shutil
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from finetune.errors import FinetuneError
 from finetune.files import remove_folder
-from finetune.output_stream import silenced
-from finetune.preflight.job import (
+from finetune.preflight import (
+    BUILT_IN,
+    END_TOKENS,
     StepFailed,
     TrainingJob,
-    ended_by_signals,
     relative_difference,
     started,
     train_lines,
+    train_tokenizer,
     wait_for_end,
     with_two_copies,
 )
-from finetune.preflight.shrink import BUILT_IN, END_TOKENS, train_tokenizer
 from finetune.recipe.strategy import read_strategy
 from finetune.redaction import redact
-from finetune.wording import counted
 
 PROOF_STEPS, PROOF_SAVED_AFTER, PROOF_ROWS = 6, 3, 8
 MOST_RANKS = 8  # a row each
-SECONDS_EACH = 20  # of one training, for the estimate
 PROOF_TIMEOUT_SECONDS = 1800  # for one training: against a hang alone, because a tiny model takes seconds to train
-NO_GPU = "torch sees no GPU here; run it on the machine that has one, after `finetune doctor` finds nothing bad there"
 
 Outcome = dict[str, Any]  # name, claim, state (ok, failed, not run), seconds, seen, figures
 
@@ -180,66 +175,10 @@ def plan_proofs(machine: ProofMachine) -> list[Proof]:
 def _missing_package(package: str, extra: str) -> str:
     if importlib.util.find_spec(package) is not None:
         return ""
-    return f"{package} is not installed: pip install 'finetune[{extra}]'"
+    return f"{package} is not installed: pip install -e '.[{extra}]'"
 
 
 # The sequence.
-
-
-def prove_gpus(
-    log: Callable[[str], None], machine: ProofMachine | None = None, proofs: Sequence[Proof] | None = None
-) -> dict[str, Any]:
-    """Prove the GPUs of `machine`, else of this one, and return the report; `log` gets each line of text.
-
-    The report's `ok` says whether something ran and nothing failed. Without a GPU the plan is all there is. If a proof
-    failed, the folder of all trainings stays, and the report names it; each training has a log there.
-    """
-    machine = machine or find_gpus()
-    proofs = proofs or plan_proofs(machine)
-    runs = [proof for proof in proofs if not proof.missing]
-    where = f"{counted(machine.count, 'GPU')}, {machine.name}" if machine.count else machine.name
-    minutes = counted(max(1, round(len(runs) * SECONDS_EACH / 60)), "minute")
-    log(f"proofs on {where}: {counted(len(runs), 'small training')}, {PROOF_STEPS} steps each; about {minutes}")
-    for number, proof in enumerate(proofs, 1):
-        log(f"{number:>4}  {proof.name:<21}{proof.claim}" + (f" (not run: {proof.missing})" if proof.missing else ""))
-    if machine.count == 0:
-        outcomes = [_outcome(proof, "not run", proof.missing or "needs a GPU") for proof in proofs]
-        log(NO_GPU)
-        return {"ok": False, "device": None, "gpus": 0, "proofs": outcomes, "seconds": 0.0, "folder": None}
-    began, outcomes, ok = time.monotonic(), list[Outcome](), set[str]()
-    folder = Path(tempfile.mkdtemp(prefix="finetune-gpu-"))
-    try:
-        with ended_by_signals(), silenced():
-            bench = ProofBench(machine, write_proof_recipe(folder), {proof.name: proof for proof in proofs})
-        with ended_by_signals():
-            for proof in proofs:
-                outcome = bench.outcome(proof, ok)
-                outcomes.append(outcome)
-                ok |= {proof.name} if outcome["state"] == "ok" else set()
-                mark, seconds = outcome["state"], f"{outcome['seconds']:6.1f} s"
-                if mark == "not run":
-                    seconds = " " * 8
-                if mark == "failed":
-                    mark = "FAILED"
-                log(f"{mark:<8}{seconds}  {proof.name:<21}{outcome['seen']}")
-    except BaseException:
-        remove_folder(folder)
-        raise
-    states = Counter(outcome["state"] for outcome in outcomes)
-    if not states["failed"]:
-        remove_folder(folder)
-    report = {
-        "ok": bool(ok) and not states["failed"],
-        "device": machine.name,
-        "gpus": machine.count,
-        "proofs": outcomes,
-        "seconds": round(time.monotonic() - began, 1),
-        "folder": redact(str(folder)) if states["failed"] else None,
-    }
-    ended = ", ".join(f"{states[state]} {state}" for state in ("ok", "failed", "not run") if states[state])
-    logs = f"; each training's log: {report['folder']}/*/run.log" if report["folder"] else ""
-    log(f"{counted(len(outcomes), 'proof')}: {ended}, in {report['seconds']:.0f} s{logs}")
-    return report
 
 
 def _outcome(

@@ -1,10 +1,9 @@
-"""`finetune doctor --gpu`: which proofs there are, what a proof notices, and the whole sequence on a stand-in."""
+"""Proofs of GPUs: which there are, what a proof notices, and all of one GPU on a stand-in."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,21 +14,18 @@ import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 
-from finetune.cli.main import main
-from finetune.preflight import doctor, gpu_proofs
-from finetune.preflight.doctor import Finding
-from finetune.preflight.gpu_proofs import (
-    NO_GPU,
+from benchmarks import gpu_proofs
+from benchmarks.gpu_proofs import (
     PROOF_STEPS,
     Proof,
     ProofBench,
     ProofMachine,
     find_gpus,
     plan_proofs,
-    prove_gpus,
     write_proof_recipe,
 )
-from finetune.preflight.job import TrainingJob, started
+from finetune.cli.main import main
+from finetune.preflight import TrainingJob, started
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.checkpoint import write_checkpoint
@@ -69,7 +65,7 @@ def test_what_can_be_proved_on_which_machine(extras: bool) -> None:
     assert set(reasons(gpus(4))) == set(reasons(gpus(9))) == lacking
     assert set(reasons(gpus(4, bfloat16=False))) == lacking | {"bf16"}
     assert reasons(gpus(3))["hsdp"] == "needs 4 GPUs"
-    assert all("pip install 'finetune[deepspeed]'" in reasons(gpus(2))[name] for name in engine)
+    assert all("pip install -e '.[deepspeed]'" in reasons(gpus(2))[name] for name in engine)
 
 
 def test_ranks_share_the_rows_evenly() -> None:
@@ -167,47 +163,54 @@ class Canned:
         (run_dir / "run_state.json").write_text(json.dumps(state))
 
 
-Proved = Callable[..., tuple[dict[str, Any], Canned]]
+Report = list[dict[str, Any]]
+Proved = Callable[..., tuple[Report, Canned]]
+
+
+def proved_in_turn(folder: Path, machine: ProofMachine, proofs: list[Proof]) -> Report:
+    """The proofs' outcomes, each after those that it is compared with."""
+    bench = ProofBench(machine, gpu_proofs.write_proof_recipe(folder), {proof.name: proof for proof in proofs})
+    outcomes, ok = [], set[str]()
+    for proof in proofs:
+        outcomes.append(bench.outcome(proof, ok))
+        ok |= {proof.name} if outcomes[-1]["state"] == "ok" else set()
+    return outcomes
 
 
 @pytest.fixture
 def proved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Proved:
     """Prove machines with trainings that take no time; what differs is said by the proofs' names."""
-    monkeypatch.setattr(gpu_proofs.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
 
     def proved(
         machine: ProofMachine, proofs: list[Proof] | None = None, **change: dict[str, Any]
-    ) -> tuple[dict[str, Any], Canned]:
+    ) -> tuple[Report, Canned]:
         canned = Canned({name.replace("_", " "): values for name, values in change.items()})
         monkeypatch.setattr(gpu_proofs, "started", canned.started)
         monkeypatch.setattr(gpu_proofs, "wait_for_end", lambda job, process: None)
         monkeypatch.setattr(gpu_proofs, "write_proof_recipe", lambda folder: folder / "recipe.yaml")
-        return prove_gpus(lambda line: None, machine, proofs), canned
+        return proved_in_turn(tmp_path, machine, proofs or plan_proofs(machine)), canned
 
     return proved
 
 
-def states(report: Mapping[str, Any]) -> dict[str, list[str]]:
+def states(report: Report) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {"ok": [], "failed": [], "not run": []}
-    for outcome in report["proofs"]:
+    for outcome in report:
         if outcome["name"] not in EXACT:
             found[outcome["state"]].append(outcome["name"])
     return found
 
 
-def outcome_of(report: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return next(outcome for outcome in report["proofs"] if outcome["name"] == name)
+def outcome_of(report: Report, name: str) -> dict[str, Any]:
+    return next(outcome for outcome in report if outcome["name"] == name)
 
 
-def test_all_is_well(proved: Proved, tmp_path: Path) -> None:
+def test_all_is_well(proved: Proved) -> None:
     report, canned = proved(gpus(1))
-    assert report["ok"]
     assert states(report) == {"ok": ONE, "failed": [], "not run": SEVERAL}
     assert [name for name in canned.trained if name not in EXACT] == ONE
     assert outcome_of(report, "bf16")["figures"] == {"loss": 0.0, "loss_bound": 2e-3, "norm": 0.0, "norm_bound": 4e-2}
     assert outcome_of(report, "ddp")["seen"] == "needs 2 GPUs"
-    assert not tmp_path.exists()
-    assert report["folder"] is None
 
 
 def test_all_gpus_are_taken(proved: Proved) -> None:
@@ -240,8 +243,6 @@ def test_what_is_wrong_is_found(name: str, change: dict[str, Any], words: str, p
     assert failed == [proof.name]
     assert len(states(report)["ok"]) == len(names) - 1
     assert words in outcome_of(report, failed[0])["seen"]
-    assert not report["ok"]
-    assert report["folder"] == str(tmp_path)
     assert (tmp_path / name / "run" / "metrics.jsonl").is_file()
 
 
@@ -267,42 +268,12 @@ def test_bitwise_is_to_the_bit(change: dict[str, Any], words: str, proved: Prove
     proofs = [*plan_proofs(gpus(1))[:2], Proof("exact", "resume", "bitwise", of="float32")]
     report, _ = proved(gpus(1), proofs, exact=change)
     assert words in outcome_of(report, "exact")["seen"]
-    assert report["ok"] == (not change)
+    assert (outcome_of(report, "exact")["state"] == "ok") == (not change)
 
 
-def test_without_a_gpu_the_plan_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "examine_machine", lambda *_, **__: iter([Finding("python", "ok", "3.14")]))
     assert find_gpus().count == 0
-    assert main(["doctor", "--gpu"]) == 4
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("ok   python")
-    assert lines[1].startswith("proofs on no GPU: ")
-    assert [line[6:27].strip() for line in lines[2:-1] if line[6:27].strip() not in EXACT] == [*ONE, *SEVERAL]
-    assert lines[-1] == NO_GPU
-    assert main(["doctor", "--gpu", "--json"]) == 4
-    printed = json.loads(capsys.readouterr().out)
-    assert (printed["ok"], printed["gpu"]["ok"], printed["exit_code"]) == (False, False, 4)
-    assert {outcome["state"] for outcome in printed["gpu"]["proofs"]} == {"not run"}
-
-
-@pytest.mark.sample(1, thorough=2)
-@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 4)])
-def test_a_failed_proof_ends_with_exit_code_4(
-    ok: bool, code: int, proved: Proved, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    proved(gpus(1), **({} if ok else {"bf16": {"loss": 0.1}}))  # replaces the trainings
-    monkeypatch.setattr(gpu_proofs, "find_gpus", lambda: gpus(1))
-    monkeypatch.setattr(doctor, "examine_machine", lambda *_, **__: iter(()))
-    capsys.readouterr()
-    folder = gpu_proofs.tempfile.mkdtemp("")
-    Path(folder).mkdir(exist_ok=True)
-    assert main(["doctor", "--gpu"]) == code
-    lines = capsys.readouterr().out.splitlines()
-    (line,) = [line for line in lines if line[18:24] == "bf16  " and " s " in line]
-    assert line.startswith("ok  " if ok else "FAILED  ")
-    assert lines[-1].endswith("s" if ok else f"; each training's log: {folder}/*/run.log")
-    assert main(["doctor"]) == 0
 
 
 def test_a_gpu_of_before_ampere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,31 +286,31 @@ def test_a_gpu_of_before_ampere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_the_whole_sequence_on_a_stand_in() -> None:
+def test_the_whole_sequence_on_a_stand_in(tmp_path: Path) -> None:
     """Every proof of one GPU, as it would run there but for the device: twelve trainings by `accelerate launch`."""
-    said: list[str] = []
-    report = prove_gpus(said.append, stand_in())
-    assert states(report) == {"ok": ONE, "failed": [], "not run": SEVERAL}, said
+    report = proved_in_turn(tmp_path, stand_in(), plan_proofs(stand_in()))
+    assert states(report) == {"ok": ONE, "failed": [], "not run": SEVERAL}
     assert outcome_of(report, "resume")["figures"]["loss"] == 0.0, "bitwise on a CPU"
     assert outcome_of(report, "offload resume")["figures"]["loss"] == 0.0
     assert 0 < outcome_of(report, "bf16")["figures"]["loss"] < 1e-3
-    assert said[-1].startswith(f"{len(report['proofs'])} proofs: ")
 
 
 @pytest.mark.slow
-def test_ranks_on_a_stand_in() -> None:
+def test_ranks_on_a_stand_in(tmp_path: Path) -> None:
     machine = stand_in(2)
     proofs = [proof for proof in plan_proofs(machine) if proof.name in ("reference", "ddp", "fsdp2")]
-    report = prove_gpus(lambda line: None, machine, proofs)
-    assert [outcome["state"] for outcome in report["proofs"]] == ["ok", "ok", "ok"], report
+    report = proved_in_turn(tmp_path, machine, proofs)
+    assert [outcome["state"] for outcome in report] == ["ok", "ok", "ok"], report
 
 
 @pytest.mark.slow
 def test_a_training_that_hangs_or_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_proofs.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     monkeypatch.setattr(gpu_proofs, "PROOF_TIMEOUT_SECONDS", 0.5)
-    proofs = plan_proofs(stand_in())[:2]
-    report = prove_gpus(lambda line: None, stand_in(), proofs)
-    assert [outcome["state"] for outcome in report["proofs"]] == ["failed", "not run"]
-    assert "not finished after 0.5 s" in report["proofs"][0]["seen"]
-    assert os.listdir(tmp_path)
+    report = proved_in_turn(tmp_path, stand_in(), plan_proofs(stand_in())[:2])
+    assert [outcome["state"] for outcome in report] == ["failed", "not run"]
+    assert "not finished after 0.5 s" in report[0]["seen"]
+
+
+def test_doctor_names_the_checkouts_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--gpu"]) == 2
+    assert "in a checkout: python benchmarks/gpu.py" in capsys.readouterr().err
