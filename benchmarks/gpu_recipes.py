@@ -395,12 +395,6 @@ class Training:
         return row | ({"out_of_time": True} if reason == OUT_OF_TIME else {})
 
 
-def card_gb() -> float:
-    """The first GPU's memory, 1e9 bytes, as another process sees it."""
-    asked = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
-    return round(int(subprocess.check_output([sys.executable, "-c", asked])) / 1e9, 1)
-
-
 def run_checks(
     kind: str, words: Sequence[str], log: Path, ends: float, watch: Callable[[], object] = lambda: None
 ) -> int | None:

@@ -32,7 +32,6 @@ from finetune.report.pictures import COLOURS, new_figure
 from lectures.output import Chapter, LectureRequest, LectureResult, columns
 
 HALF, SINGLE = torch.bfloat16.itemsize, torch.float32.itemsize
-BILLION = 10**9
 # Bytes of one parameter: weights as they are computed with, masters, gradients in 16 and in 32 bits, AdamW's moments.
 # The rows and their sums are those of Megatron Core's page on its distributed optimizer ("non-distributed optim").
 WAYS = {

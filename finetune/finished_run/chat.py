@@ -233,13 +233,13 @@ def answers_to(
     return answers
 
 
-def typed_lines(prompt: str = "\nyou: ") -> Iterator[str]:
+def typed_lines() -> Iterator[str]:
     """The user's lines, until Ctrl-D. Arrow keys go back to earlier lines, and Ctrl-C starts a line anew."""
     with suppress(ImportError):  # not every Python is built with it
         import readline  # noqa: F401  # the import teaches `input` the keys
     while True:
         try:
-            yield input(prompt)
+            yield input("\nyou: ")
         except EOFError:
             return
         except KeyboardInterrupt:

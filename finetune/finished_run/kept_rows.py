@@ -25,7 +25,6 @@ from finetune.scoring.texts import normalized, without_thoughts
 from finetune.wording import counted
 
 Keep = Literal["right", "pairs", "judged", "all"]
-KEEPS: tuple[Keep, ...] = ("right", "pairs", "judged", "all")
 ROW_FORMATS = {"right": "messages", "all": "messages", "pairs": "preference", "judged": "kto"}
 GRAM = 3  # letters whose sets are compared to find near copies
 Line = Mapping[str, Any]

@@ -201,11 +201,6 @@ def optimizer_state_elements(optimizer: torch.optim.Optimizer) -> Counter[str]:
     return count
 
 
-def state_dtypes(optimizer: torch.optim.Optimizer) -> str:
-    """The number formats of the moments elements now, largest share first; "none" before the first step."""
-    return formats(optimizer_state_elements(optimizer))
-
-
 def formats(elements: Counter[str]) -> str:
     """Number formats, the most frequent first."""
     return ", ".join(name for name, _ in elements.most_common()) or "none"

@@ -40,9 +40,9 @@ def has_template(name: str, revision: str = "main") -> bool | None:
         return None
 
 
-def is_tuned_for_chats(name: str, revision: str = "main") -> bool:
+def is_tuned_for_chats(name: str) -> bool:
     """Whether the model has a chat template: by its tokenizer where it is on this machine, else by its name."""
-    found = has_template(name, revision)
+    found = has_template(name)
     return bool(TUNED.search(name)) if found is None else found
 
 

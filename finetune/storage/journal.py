@@ -265,12 +265,10 @@ def read_lease(storage: Storage, entry: Entry) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def take_lease(
-    storage: Storage, before: Entry | None, log: Callable[[str], None], pause: Callable[[float], None] = time.sleep
-) -> Lease:
+def take_lease(storage: Storage, before: Entry | None, log: Callable[[str], None]) -> Lease:
     """Own the run from the entry `before` on. Raises FinetuneError if its owner lives, or another start was first."""
     if before is not None and storage.is_shared and not read_lease(storage, before).get("closed"):
-        _watch(storage, before, log, pause)
+        _watch(storage, before, log)
     number = 1 if before is None else before.number + 1
     by = f"process {os.getpid()} on {socket.gethostname()}" if storage.is_shared else ""
     entry = replace(before or Entry(number, number, by), number=number, owner=number, by=by, token=os.urandom(8).hex())
@@ -279,7 +277,7 @@ def take_lease(
         storage.put(_lease_name(number), _lease(0, closed=False))
     is_new = storage.create(entry.name, entry.as_bytes())
     if not storage.is_atomic:  # another start may have looked before this one wrote; the later entry counts
-        pause(SETTLE_SECONDS)
+        time.sleep(SETTLE_SECONDS)
         is_new = False
     if not is_new and _entry(storage, number).token != entry.token:
         raise _in_use(storage, newest_entry(storage), "began at the same moment")
@@ -291,13 +289,13 @@ def is_conditional(lease: Lease) -> bool:
     return lease.storage.is_atomic and not lease.storage.create(lease.entry.name, lease.entry.as_bytes())
 
 
-def _watch(storage: Storage, entry: Entry, log: Callable[[str], None], pause: Callable[[float], None]) -> None:
+def _watch(storage: Storage, entry: Entry, log: Callable[[str], None]) -> None:
     """Raise FinetuneError if the entry's owner shows life within WATCH_SECONDS."""
     left = f"{storage.url}: {entry.by} did not say that it ended"
     log(f"{left}; watching for {WATCH_SECONDS:g} s whether it still writes")
     counter, until = read_lease(storage, entry).get("counter"), time.monotonic() + WATCH_SECONDS
     while True:
-        pause(min(1.0, WATCH_SECONDS / 10))
+        time.sleep(min(1.0, WATCH_SECONDS / 10))
         lease = read_lease(storage, entry)
         if lease.get("closed"):
             return

@@ -113,13 +113,15 @@ class Rows:
     _pool: DocumentPool
     _offsets: np.ndarray  # int64 [rows + 1], into _members
     _members: np.ndarray  # int64 [documents]
+    is_all_supervised: bool = False  # prompts too, for the worst step: the most logits that the head can compute
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each document's (input_ids, labels) in a row, int64, unshifted."""
-        return [document for index in self.members(row) for document in self._pool.documents(index)]
+        documents = [document for index in self.members(row) for document in self._pool.documents(index)]
+        return [(ids, ids) for ids, _ in documents] if self.is_all_supervised else documents
 
     def places(self, row: int) -> list[str]:
         """Each document's file:line in a row."""
@@ -132,8 +134,8 @@ class Rows:
 
     @property
     def two_answers(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-        """For judged answers: two training documents with different answers."""
-        return self._pool.two_answers
+        """For judged answers: two training documents with different answers. None for the worst step."""
+        return () if self.is_all_supervised else self._pool.two_answers
 
     def subset(self, rows: Sequence[int]) -> Rows:
         """Only these rows, in this order."""

@@ -30,7 +30,6 @@ PROJECT = "finetune"
 IDENTITIES = "trackers.json"  # in the run's folder: the trackers' names of the run, by which a resumed one continues
 NO_METRICS = ("kind", "step")
 REPORT = ("report.html", "loss.png", "rewards.png", "memory.png")
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,10 @@ def check_trackers(recipe: Recipe) -> None:
 
 
 class Trackers:
-    """The trackers of a recipe, on the main process; a failing one is reported by `log` and disabled."""
+    """The trackers of a recipe, on the main process; a failing one is reported and disabled."""
 
-    def __init__(self, recipe: Recipe, log: Log = print) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._log = log
         self._open: dict[str, _Tracker] = {}
 
     def start(self, first_step: int) -> None:
@@ -108,7 +106,7 @@ class Trackers:
         except Exception as error:  # trackers may raise anything
             self._open.pop(name, None)
             problem = f"{type(error).__name__}: {error}"
-            self._log(f"report_to: {name} failed and is disabled for the rest of this run: {problem}")
+            print(f"report_to: {name} failed and is disabled for the rest of this run: {problem}")
 
 
 def tracked_settings(values: Mapping[str, Any]) -> Iterator[tuple[str, str | int | float | bool]]:

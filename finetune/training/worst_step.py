@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -136,26 +136,13 @@ def longest_rows(rows: Rows, plan: BatchPlan) -> np.ndarray:
     return np.concatenate([np.asarray(group, dtype=np.int64) for group in longest_groups(rows, plan)])
 
 
-class AllTokensSupervised(Rows):
-    """Rows with every token supervised, prompts too: the most logits that the head can compute for them."""
-
-    def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(ids, ids) for ids, _ in super().documents(row)]
-
-    @property
-    def two_answers(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-        """None: the longest rows stand beside themselves."""
-        return ()
-
-
 def worst_batches_of(run: Run, rows: Rows) -> tuple[list[MicroBatch], int]:
     """This rank's micro-batch with most tokens, and its units over all ranks; every token is supervised."""
     groups = longest_groups(rows, run.plan)
     few = rows.subset([row for group in groups for row in group])
     # A document's last token predicts nothing.
     supervised = few.lengths - np.asarray([len(few.documents(row)) for row in range(len(few))])
-    values = {each.name: getattr(few, each.name) for each in fields(few)}
-    all_supervised = AllTokensSupervised(**(values | {"supervised": supervised}))
+    all_supervised = replace(few, supervised=supervised, is_all_supervised=True)
     numbers = iter(range(len(few)))
     numbered = [[next(numbers) for _ in group] for group in groups]
     objective, indices = run.parts.objective, np.arange(len(few))

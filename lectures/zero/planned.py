@@ -24,7 +24,6 @@ from lectures.output import LectureRequest
 from lectures.zero.notes import HOMEWORK, HomeworkRow
 
 PLANS = CHECKOUT / "lectures" / "zero" / "plans.json"
-HOMEWORK_GPUS = "8xA100"  # of the plans that are kept
 
 
 @dataclass(frozen=True)

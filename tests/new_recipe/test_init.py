@@ -121,7 +121,6 @@ def test_files_that_are_read(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(check_rows(recipe.data).values()) == proposal.counts.rows
 
 
-PAIR = ("chosen", "rejected")
 REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "no header": ("a.csv", lambda: table(None, german), "the first line looks like data"),
     "equal answers": (

@@ -1,7 +1,7 @@
 """Objectives: each turns a micro-batch into a summed loss. The step, the loop and the strategies do not know which
 runs.
 
-An objective is one file in this folder and one `case` in `objective_of`. It counts in units of its own: supervised
+An objective is one file in this folder and one line in `objective_of`. It counts in units of its own: supervised
 tokens, preference pairs or rows. A step's loss is the sum over its units on all ranks, divided once by their number.
 
 May import: everything below training.

@@ -182,7 +182,6 @@ TRL_SHORT: Values = {
 
 INPUT = frozenset({"datasets.*.type"})
 FACTORY_LOOK = frozenset({"dataset", "trust_remote_code"})
-PEFT_LINEAR = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DEMO = [
     {"path": "json", "data_files": f"data/{name}.json", "split": "train[:1000]"}
     for name in ("identity", "alpaca_en_demo")

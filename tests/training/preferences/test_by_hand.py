@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -221,8 +222,5 @@ def test_held_out_sets_each_have_their_own_reference() -> None:
 
 def test_the_worst_step_keeps_its_longest_rows() -> None:
     """A stranger's shorter answer would need less memory than the run does."""
-    from finetune.training.worst_step import AllTokensSupervised
-
-    rows = rows_of(A, B, C)
-    longest = AllTokensSupervised(**{name: getattr(rows.subset([2]), name) for name in rows.__dataclass_fields__})
+    longest = replace(rows_of(A, B, C).subset([2]), is_all_supervised=True)
     assert mismatched(longest, [0])[0][0] == [3, 31, 32, 33]
