@@ -356,10 +356,10 @@ class Scores:
         """Without the base's answers, the tuned model's scores alone."""
         asked, answers = self.asked, {"tuned": tuned} if base is None else {"base": base, "tuned": tuned}
         scored = {name: scores_on_all(asked, found, self.how.ranks) for name, found in answers.items()}
-        metrics = {}
+        metrics, texts = {}, [[each.text for each in found] for found in answers.values()]
         for metric in asked.metrics:
             by_model = [scores[metric.name] for scores in scored.values()]
-            metrics[metric.name] = {**metric.options, **compared(*by_model)}
+            metrics[metric.name] = {**metric.options, **compared(*by_model, answers=texts)}
         figures = {
             "data": asked.name,
             "rows": len(asked.items),
@@ -394,13 +394,13 @@ class General:
 
     def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
         questions = general_rows()
-        models = [found for found in (base, tuned) if found is not None]
-        scored = [general_scores(questions, [each.text for each in found]) for found in models]
+        texts = [[each.text for each in found] for found in (base, tuned) if found is not None]
+        scored = [general_scores(questions, each) for each in texts]
         kinds = {}
         for kind in dict.fromkeys(row.kind for row in questions):
             places = [place for place, row in enumerate(questions) if row.kind == kind]
             kinds[kind] = compared(*([scores[place] for place in places] for scores in scored))
-        figures = {"rows": len(questions), "all": compared(*scored), "kinds": kinds}
+        figures = {"rows": len(questions), "all": compared(*scored, answers=texts), "kinds": kinds}
         return QuestionResult(figures, general_in_words(figures))
 
 

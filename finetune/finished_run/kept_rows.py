@@ -21,6 +21,7 @@ from typing import Any, Literal
 from finetune.data.cells import BadRow, checked_text
 from finetune.scoring.function import ROUNDING
 from finetune.scoring.intervals import interval
+from finetune.scoring.metrics import Unread, unread, unread_in_words
 from finetune.scoring.texts import normalized, without_thoughts
 from finetune.wording import counted
 
@@ -203,6 +204,9 @@ def sampled_figures(lines: Sequence[Line], options: KeepOptions) -> dict[str, An
         "never": right.count(0),
         "lengths": lengths,
         "cut": sum(not each["ended"] for each in answers),
+        "unread": unread(
+            [each["text"] for each in answers], [Unread() if each.get("unread") else 1.0 for each in answers]
+        ),
     }
 
 
@@ -220,6 +224,8 @@ def summary_in_words(figures: Mapping[str, Any], keep: Keep) -> Iterator[str]:
     for name, each in figures.get("lengths", {}).items():
         lengths = f"median {each['median']:g} tokens, longest {each['longest']:,}"
         yield f"{name} answers: {each['answers']:,}, {lengths}"
+    if (not_read := figures.get("unread")) and not_read["count"]:
+        yield unread_in_words(not_read)
     if figures["failed"]:
         yield f"prompts whose scorer failed: {figures['failed']:,}; the first: {figures['first_failure']}"
     noun = {"pairs": "pair", "judged": "judged answer"}.get(keep, "row")

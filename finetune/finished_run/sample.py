@@ -50,7 +50,7 @@ from finetune.recipe.mixed_precision import FastestFormat
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import sha256_of
 from finetune.run_folder.facts import read_run
-from finetune.scoring.metrics import Metric, Scored, scores_of
+from finetune.scoring.metrics import Metric, Scored, Unread, scores_of
 from finetune.scoring.texts import without_thoughts
 from finetune.tokens.dataset import prepare
 from finetune.tokens.encoder import Encoder
@@ -484,7 +484,7 @@ def _score(line: dict[str, Any], item: Scored, among: Sequence[Scored], checker:
         line["problem"] = one_line(str(error), 300)
         scores = [None] * len(texts)  # type: ignore[list-item]
     for answer, score in zip(line["answers"], scores, strict=True):
-        answer["score"] = score
+        answer |= {"score": score, "unread": isinstance(score, Unread)}
 
 
 def _refuse_failing(lines: Sequence[Mapping[str, Any]], fewest: int) -> None:

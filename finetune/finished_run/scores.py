@@ -12,6 +12,7 @@ from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, disk_errors, sync, write_json, write_text
 from finetune.run_folder.facts import EVAL_ANSWERS, EVAL_RECORD
 from finetune.scoring.intervals import interval, paired_interval
+from finetune.scoring.metrics import unread, unread_in_words
 from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
 
@@ -19,15 +20,24 @@ BELOW_THRESHOLD = 5  # the exit code if a score is below --fail-under
 LEAST_SCORED_ROWS = 10  # resampling fewer rows gives intervals that are too narrow for a verdict
 
 
-def compared(*scores: Sequence[float]) -> dict[str, Any]:
+def compared(*scores: Sequence[float], answers: Sequence[Sequence[str]] = ()) -> dict[str, Any]:
     """Means with 95 % intervals, their paired difference, and how many answers got better, worse or stayed.
 
     `scores` are the base's and the tuned model's, or the tuned model's alone, which have a mean and an interval.
+    `answers` are their texts, of which `unread` has those that the metric cannot read.
     `all_or_nothing`: every score is 0 or 1, so that a mean is a number of right answers.
     """
     tuned = scores[-1]
+    names = ("base", "tuned")[-len(scores) :]
+    not_read = {
+        "unread": {name: unread(*each) for name, each in zip(names, zip(answers, scores, strict=False), strict=False)}
+    }
     if len(scores) == 1:
-        return {"tuned": interval(tuned).as_json(), "all_or_nothing": all(score in (0.0, 1.0) for score in tuned)}
+        return {
+            "tuned": interval(tuned).as_json(),
+            "all_or_nothing": all(score in (0.0, 1.0) for score in tuned),
+            **not_read,
+        }
     base = scores[0]
     better = sum(after > before for before, after in zip(base, tuned, strict=True))
     worse = sum(after < before for before, after in zip(base, tuned, strict=True))
@@ -39,17 +49,26 @@ def compared(*scores: Sequence[float]) -> dict[str, Any]:
         "worse": worse,
         "equal": len(base) - better - worse,
         "all_or_nothing": all(score in (0.0, 1.0) for score in (*base, *tuned)),
+        **not_read,
     }
 
 
 def scores_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each metric: base, tuned, difference with its interval, wins and losses; or the tuned model alone."""
+    """A line for each metric: base, tuned, difference with its interval, wins and losses; or the tuned model alone.
+    Then a line for each metric and model with unread answers.
+    """
+    not_read = [
+        f"{name} of the {model} model: {unread_in_words(found)}"
+        for name, each in figures.items()
+        for model, found in each.get("unread", {}).items()
+        if found["count"]
+    ]
     if all("base" not in each for each in figures.values()):
         lines = [f"{'':14}{'tuned':>7}{'95 %':>17}"]
         for name, each in figures.items():
             of_tuned = each["tuned"]
             lines.append(f"{name:14}{of_tuned['mean']:>7.3f}   [{of_tuned['low']:.3f}, {of_tuned['high']:.3f}]")
-        return "\n".join(lines)
+        return "\n".join([*lines, *not_read])
     head = f"{'':14}{'base':>7}{'tuned':>8}{'difference, 95 %':>27}{'better':>8}{'worse':>7}"
     lines = [head]
     for name, each in figures.items():
@@ -59,7 +78,7 @@ def scores_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
             f"{name:14}{each['base']['mean']:>7.3f}{each['tuned']['mean']:>8.3f}{change:>27}"
             f"{each['better']:>8}{each['worse']:>7}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *not_read])
 
 
 def scores_in_words(figures: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ METRICS = {
     "normalized": "1 if they are equal without case, punctuation, articles and extra spaces",
     "contains": "1 if the answer contains the reference, both normalised",
     "number": "1 if their last numbers agree, whole ones exactly; tolerance=0.01 is relative",
-    "choice": "1 if the answer chooses the reference's letter, or all of its letters",
+    "choice": "1 if the answer chooses the reference's letter",
     "json_valid": "1 if the answer is one JSON value",
     "json_fields": "share of all fields, of the reference or the answer, that are equal in both",
     "tool_name": "1 if the answer calls the reference's tools, in any order",

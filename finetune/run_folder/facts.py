@@ -169,7 +169,8 @@ def score_rows(facts: RunFacts) -> list[tuple[str, str, str, str]]:
         change = each["difference"]
         mean, low, high = (100 * change[end] for end in ("mean", "low", "high"))
         interval = f"{mean:+.1f} points ({low:+.1f} to {high:+.1f})"
-        label = f"{name}, {counted(count, 'answer')}"
+        not_read = [f"{found['count']:,} {model}" for model, found in each.get("unread", {}).items() if found["count"]]
+        label = f"{name}, {counted(count, 'answer')}" + f" (unread: {', '.join(not_read)})" * bool(not_read)
         rows.append((label, f"{each['base']['mean']:.1%}", f"{each['tuned']['mean']:.1%}", interval))
     return rows
 
@@ -307,7 +308,12 @@ def _evaluated(record: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[d
     def is_comparison(figures: Any) -> bool:
         parts = [figures.get(name) for name in ("base", "tuned", "difference")] if isinstance(figures, dict) else [None]
         means = [part.get(end) for part in parts if isinstance(part, dict) for end in ("mean", "low", "high")]
-        return len(means) == 9 and all(isinstance(mean, int | float) for mean in means)
+        if len(means) < 9 or not all(isinstance(mean, int | float) for mean in means):
+            return False
+        not_read = figures.get("unread", {})
+        return isinstance(not_read, dict) and all(
+            isinstance(found, dict) and isinstance(found.get("count"), int) for found in not_read.values()
+        )
 
     kept: dict[str, Any] = {}
     scores, general = record.get("scores"), record.get("general")

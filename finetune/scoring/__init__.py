@@ -1,8 +1,8 @@
 """Scores for a model's answers, each between 0 and 1, and intervals for their means.
 
     texts.py        exact, normalized, contains, number, choice, regex, chrf
-    numerals.py     the last number of a text, in any script
-    letters.py      the letters that an answer chooses, in many languages
+    numerals.py     the last number of a text
+    letters.py      the letter that an answer chooses
     structured.py   json_valid, json_fields, tool_name, tool_call
     sql.py          execution accuracy, in a child process (sql_child.py)
     function.py     a Python function of the user's own

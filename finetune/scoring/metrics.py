@@ -9,16 +9,21 @@ from fractions import Fraction
 from typing import Any
 
 from finetune.errors import DataError
+from finetune.output_stream import one_line
 from finetune.recipe.metric_names import MetricChoice
 from finetune.scoring import structured, texts
 from finetune.scoring.function import UserFunction, call_function
-from finetune.scoring.letters import allowed_letters
+from finetune.scoring.letters import read_references
 from finetune.scoring.numerals import Unclear, decimal_mark, last_number
 from finetune.scoring.sql import execution_scores
 
 SHORT_LETTERS = 40  # longest reference that is compared as a whole by default
-MOST_SHOWN = 3  # rows with a bad reference
+MOST_SHOWN = 3  # rows with a bad reference, or unread answers
 READS_THE_ROW = ("sql",)
+
+
+class Unread(float):
+    """The score 0 of an answer that its metric cannot read. Means, intervals and paired tests count the 0."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Metric:
 def scores_of(
     metric: Metric, answers: Sequence[str], items: Sequence[Scored], among: Sequence[Scored] = ()
 ) -> list[float]:
-    """Each answer's score, between 0 and 1.
+    """Each answer's score, between 0 and 1; an `Unread` for an answer that the metric cannot read.
 
     Args:
         among: All rows, if `items` are a part. Their references together show the decimal mark, or the letters.
@@ -62,15 +67,16 @@ def scores_of(
     """
     answered = [texts.without_thoughts(answer) for answer in answers]
     expected = [texts.without_thoughts(item.reference) for item in items]
+    results: list[float | ValueError | None] = []
     if metric.name == "sql" and metric.function is None:
         databases = [metric.options.get("db", item.row.get("db")) for item in items]
-        results = execution_scores(answered, expected, databases)
+        results += execution_scores(answered, expected, databases)
     else:
-        shown = None  # what all references show together
+        shown: Any = None  # what all references show together
         if metric.function is None and metric.name in ("number", "choice"):
-            shows = {"number": decimal_mark, "choice": allowed_letters}[metric.name]
+            shows = {"number": decimal_mark, "choice": read_references}[metric.name]
             shown = shows([texts.without_thoughts(item.reference) for item in among or items])
-        results = [_one(metric, *each, shown) for each in zip(answered, expected, items, strict=True)]
+        results += [_one(metric, *each, shown) for each in zip(answered, expected, items, strict=True)]
     mistakes = [
         f"{item.place}: metric {metric.name}: {result}"
         for item, result in zip(items, results, strict=True)
@@ -78,10 +84,23 @@ def scores_of(
     ]
     if mistakes:
         raise DataError(mistakes[:MOST_SHOWN], len(mistakes), max(0, len(mistakes) - MOST_SHOWN))
-    return [float(result) for result in results]  # type: ignore[arg-type]  # no ValueError is left
+    return [Unread() if result is None else float(result) for result in results]  # type: ignore[arg-type]
 
 
-def _one(metric: Metric, answered: str, expected: str, item: Scored, shown: str | None) -> float | ValueError:
+def unread(answers: Sequence[str], scores: Sequence[float]) -> dict[str, Any]:
+    """How many answers were not read, and the first of them."""
+    found = [
+        texts.without_thoughts(each) for each, score in zip(answers, scores, strict=True) if isinstance(score, Unread)
+    ]
+    return {"count": len(found), "examples": [one_line(text[:400], 80) for text in found[:MOST_SHOWN]]}
+
+
+def unread_in_words(found: Mapping[str, Any]) -> str:
+    """unread: 12 (scored 0), as 'forty-two', '3/4', 'I do not know'"""
+    return f"unread: {found['count']:,} (scored 0), as {', '.join(map(repr, found['examples']))}"
+
+
+def _one(metric: Metric, answered: str, expected: str, item: Scored, shown: Any) -> float | ValueError | None:
     try:
         if metric.function is not None:
             return call_function(metric.function, answered, expected, item.row)
@@ -96,7 +115,7 @@ def _one(metric: Metric, answered: str, expected: str, item: Scored, shown: str 
                 tolerance = metric.options.get("tolerance")
                 return texts.number(answered, expected, Fraction(tolerance) if tolerance else None, shown)
             case "choice":
-                return texts.choice(answered, expected, shown or "")
+                return texts.choice(answered, expected, *shown)
             case "json_valid":
                 return structured.json_valid(answered)
             case "json_fields":
@@ -133,7 +152,7 @@ def fitting_metrics(items: Sequence[Scored]) -> list[Metric]:
         return [Metric("sql"), Metric("exact")]
     if every(re.compile(r"\s*[(（]?[A-HＡ-Ｈ][)）]?[.。]?\s*").fullmatch):
         return [Metric("choice")]
-    if every(re.compile(r"[\s(]*[-+−–]?\s*[$€£¥₹]?\s*[\d.,'’ \xa0\u202f/½¼¾]*[\d½¼¾]\s*[%€$£]?\s*").fullmatch):
+    if every(re.compile(r"[\s(]*[-+−–]?\s*[$€£¥₹]?\s*[\d.,'’ \xa0\u202f]*\d\s*[%€$£]?\s*").fullmatch):
         mark = decimal_mark(references)
         try:
             if every(lambda text: last_number(text, mark) is not None):

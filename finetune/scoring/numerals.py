@@ -1,7 +1,7 @@
-"""The last number of a text, in any script and with any country's separators: a whole numeral, or nothing.
+"""The last number of a text: digits with a sign, separators, a unit or percent. Anything else is unread.
 
-A numeral is read with everything that ties it to other digits. `12,50`, `1/4`, `5 x 10^3` and `3-5` are one piece each.
-A piece that is no number (a date, a range, a sum) makes the text unreadable; its last digits are not taken instead.
+A numeral is taken with everything that ties it to other digits. `12,50`, `1/4`, `5 x 10^3` and `3-5` are one piece
+each. A piece that is no plain number makes the text unread; its last digits are not taken instead.
 
 `1,234` and `1.234` can be read in two ways. The other numerals of a data set decide (`decimal_mark`): 12,50 shows a
 decimal comma. Without such a numeral the mark is a point.
@@ -17,8 +17,7 @@ from fractions import Fraction
 import regex
 
 LONGEST_NUMERAL = 400  # of one numeral
-MOST_DIGITS = 4000  # of a power
-EXACT, ROUNDED = Fraction(1, 10**9), Fraction(1, 10**6)  # relative differences that count as none; 1/3 is 0.333333
+EXACT = Fraction(1, 10**9)  # a relative difference that counts as none
 
 _SUPERSCRIPT = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
 _SAME = str.maketrans(
@@ -27,57 +26,37 @@ _SAME = str.maketrans(
     | {"—": ";", "✕": "×", "✖": "×", "،": ","}
     | dict.fromkeys("\ufeff\u200b\u200c\u200d\u200e\u200f\u2060\u061c\xad\u202a\u202b\u202c\u2066\u2067\u2068\u2069")
 )  # fmt: skip
-# Each pattern with what it becomes, in this order; & ties a whole number to its fraction, ' ties groups of digits.
+# Each pattern with what it becomes, in this order; ' ties groups of digits.
 _WRITTEN = [
     (re.compile(pattern), becomes)
     for pattern, becomes in (
         (r"\{,\}|(?<=\d),?\\[,;:!](?=\d{3})", "'"),
         (r"\\[,;:!]", " "),
         (r"\\([$%])", r"\1"),
-        (r"\\times\b", "×"), (r"\\cdot\b", "·"), (r"\\pm\b", "±"), (r"\\pi\b", "π"), (r"\\sqrt\b", "√"),
-        (r"(?<=\d)[^\S\n]?[xX][^\S\n]?(?=\d)", "×"),
-        (r"(?<=\d)[^\S\n]?\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"&\1/\2"),
-        (r"\\[dtc]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))", r"\1\3/\2\4"),
-        (r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}|\\[a-zA-Z]+", r" \1 "),
-        (r"(?<![\d*])(?<!\d )\*+|\*++(?!\s*[-+(]?\d)", ""),  # Markdown's bold
+        (r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}", r" \1 "),
         (r"\^\s*[({]\s*([-+]?\d+)\s*[)}]", r"^\1"),
-        (r"(?<=\d)[^\S\n]?(?=\d+/\d)(?<=\s)", "&"),
+        (r"\\[a-zA-Z]+\s*(?=[-+]?[\d{])", " √"),  # a fraction, a root, a product: no plain number
+        (r"(?<![\d*])(?<!\d )\*+|\*++(?!\s*[-+(]?\d)", ""),  # Markdown's bold
         (r"(?<![\d.,'])(?<!\d )\d{1,3}(?: \d{3})+(?![\d'])", lambda match: match[0].replace(" ", "'")),
     )
-]  # fmt: skip
+]
 _GAP = r"[^\S\n]{0,2}"
 _PIECE = regex.compile(
-    rf"(?:\d|(?<![\w.,)])[.,٫]\d)(?:\d|[.,٫:'_&](?=\d)|[eE][-+]?\d+|{_GAP}(?:\*\*|[/^*×·÷+-]){_GAP}[-+]?(?=\d))*+"
+    rf"(?:\d|(?<![\w.,)])[.,٫]\d)(?:\d|[.,٫:'_&](?=\d)|[eE][-+]?\d+|{_GAP}(?:\*\*|[/^*×·÷xX+-]){_GAP}[-+]?(?=\d))*+"
 )
-_PLAIN = r"[\d.,٫'_]+"
-_NUMERAL = re.compile(
-    rf"(?P<plain>{_PLAIN})"
-    rf"|(?P<mantissa>{_PLAIN})(?:[eE]|{_GAP}[*×·]{_GAP}10{_GAP}(?:\^|\*\*){_GAP})(?P<ten>[-+]?\d{{1,3}})"
-    rf"|(?P<base>{_PLAIN}){_GAP}(?:\^|\*\*){_GAP}(?P<exponent>[-+]?\d{{1,4}})"
-    rf"|(?:(?P<whole>\d+)&)?(?P<over>\d+){_GAP}/{_GAP}(?P<under>\d+)"
-)
+_PLAIN = re.compile(r"[\d.,٫'_]+")
 _WESTERN = re.compile(r"\d{1,3}([.,'_])\d{3}(?:\1\d{3})*")
 _INDIAN = re.compile(r"\d{1,2}(?:,\d{2})+,\d{3}")
 _CURRENCY = r"(?:(?:\b(?:US|A|C|HK|NT|NZ|S|R))?\p{Sc}|\b(?:USD|EUR|GBP|CHF|JPY|CNY|RMB|INR|KRW|BRL|PLN|Rs\.?))"
 _BEFORE = regex.compile(rf"(?P<sign>[-+±])?(?P<gap>[^\S\n]*){_CURRENCY}?[^\S\n]?(?P<inner>[-+])?$")
 _IN_WORD = regex.compile(r"[\p{Latin}\p{Cyrillic}\p{Greek}_](?:[-^_]|\^-)?$")
-_UNCLEAR_AFTER = regex.compile(r"\s?(?:\^|π|√)|[^\S\n]?[/*×÷][^\S\n]?[({√π]|\p{Sc}\d|(?![kcdm]?m[23]\b)\p{Latin}+\d")
-_TIMES = [
-    (times, regex.compile(rf"(?:{words})(?!\p{{L}})"))
-    for times, words in (
-        (10**3, r"[kK]|[^\S\n]?(?:thousands?|[Tt]ausend|mille|mila|mil|тыс\.|тысяч[аи]?|千|천)"),
-        (10**4, "[^\\S\n]?(?:万|萬|만)"),
-        (10**5, "[^\\S\n]?(?:lakhs?|lacs?|लाख)"),
-        (
-            10**6,
-            r"M|[^\S\n]?(?:mn|[Mm]io\.?|[Mm]ill?i?[oó]n(?:en|s|es|i|e)?|milh(?:ão|ões)|млн\.?|миллион(?:а|ов)?|百万|백만)",
-        ),
-        (10**7, "[^\\S\n]?(?:crores?|करोड़)"),
-        (10**8, "[^\\S\n]?(?:亿|億|억)"),
-        (10**9, r"[^\S\n]?(?:bn|[Bb]illions?|[Mm]rd\.?|[Mm]illiard(?:en?|s)?|млрд\.?|миллиард(?:а|ов)?|十亿|십억)"),
-        (10**12, r"[^\S\n]?(?:[Tt]rillions?|兆|조|трлн\.?)"),
-    )
-]
+_UNCLEAR_AFTER = regex.compile(
+    r"\s?(?:\^|π|√|\\[a-zA-Z])|[^\S\n]?[/*×÷][^\S\n]?[({√π]|\p{Sc}\d|(?![kcdm]?m[23]\b)\p{Latin}+\d"
+    # A word that multiplies: 3 million is not 3.
+    r"|(?:[kKM]|[^\S\n]?(?:thousands?|[Tt]ausend|mille|mila|mil|тыс\.|тысяч[аи]?|千|천|万|萬|만|lakhs?|lacs?|लाख|mn"
+    r"|[Mm]io\.?|[Mm]ill?i?[oó]n(?:en|s|es|i|e)?|milh(?:ão|ões)|млн\.?|миллион(?:а|ов)?|百万|백만|crores?|करोड़|亿|億|억|bn"
+    r"|[Bb]illions?|[Mm]rd\.?|[Mm]illiard(?:en?|s)?|млрд\.?|миллиард(?:а|ов)?|十亿|십억|[Tt]rillions?|兆|조|трлн\.?))(?!\p{L})"
+)
 _BOXED = re.compile(r"\\f?boxed\s*\{")
 _MARKED = re.compile(r"####[^\S\n]*((?:\W{0,3}|[A-Z]{3})\d[^\n]*)")
 
@@ -124,13 +103,12 @@ def decimal_mark(texts: Iterable[str]) -> str | None:
     """The mark between units and tenths in these texts: a point or a comma; "" if no numeral shows it, None if both."""
     marks = set()
     for text in texts:
-        for piece in _pieces(text)[1]:
-            for plain in re.findall(_PLAIN, piece[0]) if _NUMERAL.fullmatch(piece[0]) else ():
-                signs = [each for each in plain if each in ".,"]
-                if not signs or (len(plain) == len(signs) + sum(map(str.isdigit, plain)) and _two_ways(plain)):
-                    continue
-                repeated = signs.count(signs[-1]) > 1
-                marks.add({".": ",", ",": "."}[signs[-1]] if repeated else signs[-1])
+        for plain in (piece[0] for piece in _pieces(text)[1] if _PLAIN.fullmatch(piece[0])):
+            signs = [each for each in plain if each in ".,"]
+            if not signs or (len(plain) == len(signs) + sum(map(str.isdigit, plain)) and _two_ways(plain)):
+                continue
+            repeated = signs.count(signs[-1]) > 1
+            marks.add({".": ",", ",": "."}[signs[-1]] if repeated else signs[-1])
     return None if len(marks) > 1 else next(iter(marks), "")
 
 
@@ -157,28 +135,14 @@ def _decimal(plain: str, mark: str | None) -> Fraction:
 def _value(text: str, piece: regex.Match[str], mark: str | None) -> Fraction:
     """The number that a piece is. Raises Unclear."""
     before, after = text[max(0, piece.start() - 40) : piece.start()], text[piece.end() : piece.end() + 40]
-    whole = _NUMERAL.fullmatch(piece[0]) if len(piece[0]) <= LONGEST_NUMERAL else None
-    if whole is None or _UNCLEAR_AFTER.match(after):
+    if len(piece[0]) > LONGEST_NUMERAL or not _PLAIN.fullmatch(piece[0]) or _UNCLEAR_AFTER.match(after):
         raise Unclear(f"{piece[0][:40]} is no number")
-    if whole["plain"]:
-        value = _decimal(whole["plain"], mark)
-    elif whole["mantissa"]:
-        value = _decimal(whole["mantissa"], mark) * Fraction(10) ** int(whole["ten"])
-    elif whole["base"]:
-        base, exponent = _decimal(whole["base"], mark), int(whole["exponent"])
-        if len(str(base)) * abs(exponent) > MOST_DIGITS or (not base and exponent < 0):
-            raise Unclear(f"{piece[0][:40]} is too large")
-        value = base**exponent
-    else:
-        over, under = int(whole["over"]), int(whole["under"])
-        if not under or (whole["whole"] and over >= under):
-            raise Unclear(f"{piece[0][:40]} is no number")
-        value = int(whole["whole"] or 0) + Fraction(over, under)
-    value *= next((times for times, words in _TIMES if words.match(after)), 1)
+    value = _decimal(piece[0], mark)
     signs = _BEFORE.search(before)
     assert signs is not None
     sign, left = signs["sign"], before[: signs.start()]
-    if sign is None and signs["inner"] is None and regex.search(r"[/^*×÷√±≤≥]\s?[{(]?$|-\s?\($", before):
+    unsigned = sign is None and signs["inner"] is None
+    if regex.search(r"√\{?$|\}\{$", left) or (unsigned and regex.search(r"[/^*×÷√±≤≥]\s?[{(]?$|-\s?\($", before)):
         raise Unclear(f"{before[-8:]}{piece[0][:40]} is no number")
     if sign is not None:
         # A minus apart from its digits may be a dash or a list's mark. It is a sign at the start and after = : (
@@ -201,10 +165,7 @@ def last_number(text: str, mark: str | None = "") -> Fraction | None:
 
 
 def same_number(given: Fraction, expected: Fraction, tolerance: Fraction | None) -> bool:
-    """Equal within `tolerance` times `expected`. None: whole numbers exactly, others to nine digits, 1/3 to six."""
-    if tolerance is None:
-        if given.denominator == expected.denominator == 1:
-            return given == expected
-        ends = all(10**1200 % each.denominator == 0 for each in (given, expected))
-        tolerance = EXACT if ends else ROUNDED
-    return abs(given - expected) <= tolerance * abs(expected)
+    """Equal within `tolerance` times `expected`. None: whole numbers exactly, others to nine digits."""
+    if tolerance is None and given.denominator == expected.denominator == 1:
+        return given == expected
+    return abs(given - expected) <= (EXACT if tolerance is None else tolerance) * abs(expected)

@@ -1,4 +1,4 @@
-"""Metrics that compare two texts. Each returns 1 or 0; chrF returns a share."""
+"""Metrics that compare two texts. Each returns 1 or 0, None for an answer that it cannot read; chrF returns a share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fractions import Fraction
 import regex  # its searches can be given a time limit
 
 from finetune.errors import FinetuneError
-from finetune.scoring.letters import chosen_letters
+from finetune.scoring.letters import chosen_letter
 from finetune.scoring.numerals import Unclear, last_number, same_number, unified
 
 PATTERN_SECONDS = 1.0  # of a regular expression's search through one answer
@@ -129,7 +129,7 @@ def _goes_on(first: str, second: str) -> bool:
     return (first.isascii() == second.isascii()) or not regex.search(r"\p{Hangul}", both)
 
 
-def number(answer: str, reference: str, tolerance: Fraction | None, mark: str | None) -> float:
+def number(answer: str, reference: str, tolerance: Fraction | None, mark: str | None) -> float | None:
     """1 if the last numbers agree within `tolerance` times the reference. None: whole numbers exactly.
 
     Args:
@@ -146,16 +146,17 @@ def number(answer: str, reference: str, tolerance: Fraction | None, mark: str | 
     try:
         given = last_number(answer, mark)
     except Unclear:
-        return 0.0
-    return float(given is not None and same_number(given, expected, tolerance))
+        return None
+    return None if given is None else float(same_number(given, expected, tolerance))
 
 
-def choice(answer: str, reference: str, letters: str) -> float:
-    """1 if the answer chooses the reference's letters, and no other one of `letters`."""
-    expected = chosen_letters(reference, letters)
+def choice(answer: str, reference: str, letters: str, labels: str) -> float | None:
+    """1 if the answer chooses the reference's letter, one of `letters`."""
+    expected = chosen_letter(reference, letters, labels)
     if expected is None:
         raise ValueError(f"the reference {reference[:40]!r} names no letter; write A, B, C or so")
-    return float(chosen_letters(answer, letters) == expected)
+    given = chosen_letter(answer, letters, labels)
+    return None if given is None else float(given == expected)
 
 
 def compiled_pattern(pattern: str) -> regex.Pattern[str]:

@@ -40,7 +40,7 @@ from finetune.model.generate import (
     round_ends,
 )
 from finetune.recipe.schema import DataSet, Recipe
-from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of
+from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of, unread, unread_in_words
 from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.tokens.dataset import Prepared
@@ -391,16 +391,19 @@ def scores_on_all(asked: ScoredSet, answers: Sequence[Answer], ranks: Ranks) -> 
     return outcome
 
 
-def score_line(step: int, scores: dict[str, list[float]]) -> dict[str, Any]:
-    """The line of metrics.jsonl for one scored generation: each metric's mean over the rows."""
+def score_line(step: int, scores: dict[str, list[float]], answers: Sequence[Answer]) -> dict[str, Any]:
+    """The line of metrics.jsonl for one scored generation: each metric's mean over the rows, and its unread answers."""
+    not_read = {name: unread([each.text for each in answers], values) for name, values in scores.items()}
     means = {f"score_{name}": sum(values) / len(values) for name, values in scores.items()}
-    return {"kind": "score", "step": step, "rows": len(next(iter(scores.values()))), **means}
+    return {"kind": "score", "step": step, "rows": len(answers), **means, "unread": not_read}
 
 
 def score_line_in_words(line: Mapping[str, Any]) -> str:
     """A line's scores for the terminal: exact 0.920, number 0.950 (200 answers)."""
     means = [(key.removeprefix("score_"), value) for key, value in line.items() if key.startswith("score_")]
-    return ", ".join(f"{name} {mean:.3f}" for name, mean in means) + f" ({counted(line['rows'], 'answer')})"
+    not_read = [f"; {name} {unread_in_words(each)}" for name, each in line["unread"].items() if each["count"]]
+    shown = ", ".join(f"{name} {mean:.3f}" for name, mean in means)
+    return f"{shown} ({counted(line['rows'], 'answer')})" + "".join(not_read)
 
 
 @dataclass(frozen=True)
@@ -428,7 +431,7 @@ class RowScorer:
         )
         with self.parts.weights.cast(), pipeline.answering(model) if pipeline else nullcontext():
             answers = generated_answers(model, self.tokenizer, asked, how, terminal.progress, terminal.log)
-        line = score_line(step, scores_on_all(asked, answers, how.ranks))
+        line = score_line(step, scores_on_all(asked, answers, how.ranks), answers)
         self.output.write_metrics(line)
         when = f"step {step}" if step else "before"
         terminal.log(f"{when}: {score_line_in_words(line)}")

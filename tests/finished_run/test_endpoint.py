@@ -89,16 +89,19 @@ def test_without_a_base_the_tuned_models_scores_alone(
     assert 2 <= server.most_at_once <= module.PARALLEL
 
 
-def test_a_plain_text_goes_to_completions(tmp_path: Path, tiny_llama: Path, server: OpenAI) -> None:
+def test_a_plain_text_goes_to_completions(
+    tmp_path: Path, tiny_llama: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(40, 52)))
     data = {"train": [{"path": "json", "data_files": str(file)}]}
     run = finished_run(tmp_path / "made", tiny_llama, data=data)
-    server.reply = lambda _, body: body["prompt"].split()[-1]
-    assert main(evaluated(run, server, "--metric", "exact", "--data", str(file))) == 0
+    server.reply = lambda _, body: body["prompt"].split()[-1].replace("51", "fifty-one")
+    assert main(evaluated(run, server, "--metric", "exact", "--metric", "number", "--data", str(file))) == 0
+    assert "\nnumber of the tuned model: unread: 1 (scored 0), as 'fifty-one'" in capsys.readouterr().out
     assert {path for path, _, _ in server.asked} == {"/v1/completions"}
     assert sorted(body["prompt"] for _, body, _ in server.asked) == sorted(f"say {n}" for n in range(40, 52))
-    assert json.loads((run / "eval.json").read_text("utf-8"))["scores"]["metrics"]["exact"]["tuned"]["mean"] == 1
+    assert json.loads((run / "eval.json").read_text("utf-8"))["scores"]["metrics"]["exact"]["tuned"]["mean"] == 11 / 12
 
 
 def test_calls_are_sent_and_read_in_openais_form(server: OpenAI) -> None:

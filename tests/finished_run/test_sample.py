@@ -621,13 +621,20 @@ def test_a_round_is_three_commands(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert f"Answers written by {author} (" in capsys.readouterr().out
 
 
-def test_a_models_rows_are_asked_as_init_would_train_them(tmp_path: Path, base: Path) -> None:
+def test_a_models_rows_are_asked_as_init_would_train_them(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Columns of a question and an answer are chats for a model with a chat template; a recipe calls them texts."""
     rows = [{"prompt": f"the cat {number}", "completion": f"a dog {number}"} for number in range(8)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     asked = ["sample", str(base), "--data", str(tmp_path / "tasks.jsonl"), "-o", str(tmp_path / "out"), "--n", "2"]
-    assert main([*asked, "--max-new-tokens", "3", "--metric", "exact", "--limit", "2"]) == 0
-    questions = [line["question"] for line in read_lines(tmp_path / "out" / "answers.jsonl")]
+    assert main([*asked, "--max-new-tokens", "3", "--metric", "number", "--limit", "2"]) == 0
+    lines = read_lines(tmp_path / "out" / "answers.jsonl")
+    not_read = [answer for line in lines for answer in line["answers"] if not any(map(str.isdigit, answer["text"]))]
+    assert not_read
+    assert all(answer["unread"] and answer["score"] == 0 for answer in not_read)
+    assert f"unread: {len(not_read)} (scored 0), as " in capsys.readouterr().out
+    questions = [line["question"] for line in lines]
     assert questions == [{"messages": [{"role": "user", "content": row["prompt"]}]} for row in rows[:2]]
 
 

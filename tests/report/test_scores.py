@@ -12,6 +12,7 @@ from finetune.recipe.loader import recipe_from_resolved
 from finetune.report.curves import read_runs, score_chart
 from finetune.report.run_page import report
 from finetune.run_folder.facts import read_run, score_rows
+from finetune.scoring.metrics import Unread
 from tests.support.runs.finished import finished_run
 
 ANSWERS = [("Bonn", 0.0, 1.0), ("Berlin", 1.0, 0.0), ("Paris", 0.0, 1.0), ("Rome", 1.0, 1.0)]
@@ -78,10 +79,16 @@ def test_several_runs_show_their_scores_in_one_table(tmp_path: Path, tiny_llama:
 def test_files_that_no_eval_writes_show_nothing(tmp_path: Path, tiny_llama: Path) -> None:
     run = finished_run(tmp_path, tiny_llama)
     recipe = recipe_from_resolved(run / "recipe.yaml")
-    for changes in ({"rows": "four"}, {"metrics": {"exact": {"base": 1}}}, {"metrics": [1]}):
+    figures = compared([0.0], [1.0]) | {"unread": {"base": "many"}}
+    for changes in (
+        {"rows": "four"}, {"metrics": {"exact": {"base": 1}}}, {"metrics": [1]}, {"metrics": {"exact": figures}}
+    ):  # fmt: skip
         assert score_rows(read_run(evaluated(run, **changes), recipe)) == []
         assert "than before:" not in report(read_runs([run]))
     assert len(score_rows(read_run(evaluated(run), recipe))) == 1
+    figures = compared([Unread(), 1.0], [1.0, 0.0], answers=[["four", "4"], ["4", "5"]])
+    (row,) = score_rows(read_run(evaluated(run, metrics={"number": figures}), recipe))
+    assert row[0] == "number, 4 answers (unread: 1 base)"
 
 
 def test_scores_in_training_are_a_chart(tmp_path: Path, tiny_llama: Path) -> None:

@@ -21,10 +21,7 @@ SENTENCES = [
     "La réponse est {} !", "Ответ: {}.", "คำตอบคือ {}", "الإجابة: {}", "उत्तर {} है", "#### {}", "x = {}", "{} €", "{} km", "{} %",
 ]  # fmt: skip
 STATEMENTS = [
-    "{}", "({})", "{}.", "**{}**", "{}\nBecause A is a bird.", "{} - Paris", "The answer is {}.", "Answer: ({})", "{} is the correct answer.",
-    "Die Antwort ist {}.", "Antwort: {}", "La réponse est {}.", "La respuesta correcta es la {}.", "A resposta é {}.", "La risposta è {}.",
-    "Правильный ответ: {}", "答案是{}。", "答案：{}", "正解は{}です。", "정답은 {}입니다.", "Odpowiedź: {}", "Cevap: {}", "الإجابة الصحيحة هي {}",
-    "คำตอบคือ {}", "सही उत्तर {} है", "Đáp án là {}", "\\boxed{{\\text{{{}}}}}", "{{\"answer\": \"{}\"}}", "<answer>{}</answer>", "Het antwoord is {}.",
+    "{}", "({})", "{}.", "**{}**", "{}\nBecause it is a bird.", "{} - Paris", "{}) Paris", "The answer is {}.", "Answer: ({})", "\\boxed{{\\text{{{}}}}}", "<answer>{}</answer>",
 ]  # fmt: skip
 WORDS = [
     "Bonn",
@@ -73,22 +70,6 @@ def number_in_words(rng: random.Random, units: int, tenths: str) -> str:
 
 
 def numbers(rng: random.Random) -> tuple[str, str, str]:
-    if rng.random() < 0.2:
-        over, under, whole = rng.randint(1, 8), 9, rng.randint(1, 9)
-        same = rng.choice(
-            [f"{over}/{under}", f"\\frac{{{over}}}{{{under}}}", f"{over} / {under}", f"\\dfrac{over}{under}"]
-        )
-        mixed = rng.random() < 0.5
-        other = over % 8 + 1
-        if mixed:
-            return f"{whole} {over}/{under}", f"{whole}\\frac{{{over}}}{{{under}}}", f"{whole} {other}/{under}"
-        return f"{over}/{under}", same, f"{other}/{under}"
-    if rng.random() < 0.2:
-        digit, power = rng.randint(1, 9), rng.randint(3, 9)
-        same = rng.choice(
-            [f"{digit}e{power}", f"{digit} × 10^{power}", f"{digit}·10^{{{power}}}", f"{digit} \\times 10^{power}"]
-        )
-        return str(digit * 10**power), same, f"{digit % 9 + 1} × 10^{power}"
     units = rng.choice([-1, 1]) * rng.randint(10**4, 10**9)
     tenths = rng.choice(["", f"{rng.randint(1, 99):02}"])
     near = rng.choice([units + 1, -units, units * 10, units + 1000])
@@ -100,14 +81,6 @@ def numbers(rng: random.Random) -> tuple[str, str, str]:
 
 
 def choices(rng: random.Random) -> tuple[str, str, str]:
-    if rng.random() < 0.15:
-        first, second, third = sorted(rng.sample("ABCD", 3))
-        form = rng.choice(["{}, {}", "{} and {}", "{} und {}", "{}、{}", "({}), ({})", "{}{}"])
-        return (
-            f"{first}, {third}",
-            form.format(first, third),
-            rng.choice([form.format(first, second), first, f"{first}, {second}, {third}"]),
-        )
     letter, other = rng.sample("ABCD", 2)
     right = rng.choice(STATEMENTS).format(rng.choice([letter, chr(ord(letter) - ord("A") + ord("Ａ"))]))
     return letter, right, rng.choice(STATEMENTS).format(other)
@@ -155,36 +128,17 @@ def objects(rng: random.Random) -> tuple[str, str, str]:
 
 
 def written(rng: random.Random, name: str, arguments: dict[str, object]) -> str:
-    """A call as one of the templates writes it."""
+    """A call as JSON, with tags or without, or as Llama writes it."""
     body = json.dumps(arguments, ensure_ascii=rng.random() < 0.5)
     python = ", ".join(f"{key}={each!r}" for key, each in arguments.items())
-    keys = "".join(
-        f"<arg_key>{key}</arg_key>\n<arg_value>{json.dumps(each)}</arg_value>\n" for key, each in arguments.items()
-    )
-    tags = "".join(f"<parameter={key}>\n{json.dumps(each)}\n</parameter>\n" for key, each in arguments.items())
-
-    def gemma(each: object) -> str:
-        if isinstance(each, str):
-            return f'<|"|>{each}<|"|>'
-        if isinstance(each, dict):
-            return "{" + ",".join(f"{key}:{gemma(inner)}" for key, inner in each.items()) + "}"
-        return f"[{','.join(map(gemma, each))}]" if isinstance(each, list) else json.dumps(each)
-
     return rng.choice(
         [
             f'<tool_call>\n{{"name": "{name}", "arguments": {body}}}\n</tool_call>',
             f'{{"function": "{name}", "parameters": {body}}}',
             json.dumps({"type": "function", "function": {"name": name, "arguments": body}}),
             f"<function={name}>{body}</function>",
-            f"<function={name}>\n{tags}</function>",
-            f"<tool_call>{name}\n{keys}</tool_call>",
             f"[{name}({python})]",
-            f"<|python_tag|>{name}({python})",
-            f"call:{name}{gemma(arguments)}",
-            f"{name}{body}",
-            f"[TOOL_CALLS]{name}[ARGS]{body}",
-            f"{name}\n```json\n{body}\n```",
-            f"to=functions.{name} <|constrain|>json<|message|>{body}",
+            f"<|python_tag|>[{name}({python})]",
         ]
     )
 

@@ -1,5 +1,5 @@
-"""Real tool calls in the templates that TRL ships: the answer that the library renders is supervised, and reads as the
-row's own calls.
+"""Real tool calls in the templates that TRL ships: the answer that the library renders is supervised. JSON and Llama's
+form read as the row's own calls, other forms are unread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.rows.shipped_templates import shipped
 if not shipped():
     pytest.skip("the installed TRL ships no chat templates", allow_module_level=True)
 
-# Forms: JSON, Python's, tags, and each maker's own. Two write one call of a turn.
+# Forms: JSON, Python's, tags, and each maker's own. Two write one call of a turn. The first two are read.
 TEMPLATES = ("llama3_1", "qwen3", "qwen3_5_nothink", "gemma4_v5", "lfm2_v2", "gptoss", "muse_glimmer")
 
 
@@ -55,7 +55,8 @@ def test_supervised_text_is_the_rendered_answer_and_reads_as_the_calls(name: str
         assert before + supervised + after == whole
         assert before == prompt
         assert supervised.endswith(family.stops[1] or "")
-        assert tool_call(supervised, "\n".join(map(json.dumps, calls))) == 1.0, supervised
+        score = tool_call(supervised, "\n".join(map(json.dumps, calls)))
+        assert score == (1.0 if name in TEMPLATES[:2] else None), supervised
         outcomes["right"] += 1
     print(name, dict(outcomes))
     assert len(tool_rows()) == 41
