@@ -113,11 +113,6 @@ class LaunchPlan:
         return {"HF_HUB_OFFLINE": "1"} if self.offline else {}
 
     @property
-    def exports(self) -> list[str]:
-        """The same as lines of bash."""
-        return [f"export {name}={value}" for name, value in self.environment.items()]
-
-    @property
     def alone(self) -> bool:
         """Whether it is one process that needs no launcher; under torchrun it would be a distributed run."""
         return not self.strategy.distributed
