@@ -35,7 +35,7 @@ from finetune.preflight.job import (
 from finetune.preflight.shrink import BUILT_IN, END_TOKENS, train_tokenizer
 from finetune.recipe.strategy import read_strategy
 from finetune.redaction import redact
-from finetune.wording import counted
+from finetune.wording import counted, install_command
 
 PROOF_STEPS, PROOF_SAVED_AFTER, PROOF_ROWS = 6, 3, 8
 MOST_RANKS = 8  # a row each
@@ -180,7 +180,7 @@ def plan_proofs(machine: ProofMachine) -> list[Proof]:
 def _missing_package(package: str, extra: str) -> str:
     if importlib.util.find_spec(package) is not None:
         return ""
-    return f"{package} is not installed: pip install 'finetune[{extra}]'"
+    return f"{package} is not installed; in the checkout: {install_command(extra)}"
 
 
 # The sequence.

@@ -46,6 +46,7 @@ from finetune.preflight.shrink import CHAT_TEMPLATE, shrink_model
 from finetune.recipe.foreign_keys import TOOL_TITLES, Tool
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
+from finetune.wording import install_command
 
 if TYPE_CHECKING:
     from finetune.tokens.dataset import Prepared
@@ -415,7 +416,7 @@ def foreign_trainer(
     try:
         begun = ask(setting)
         if "error" in begun:
-            remedy = "pip install 'finetune[bench]', or name an interpreter that has it by --python"
+            remedy = f"in the checkout {install_command('bench')}, or name an interpreter that has it by --python"
             raise EnvironmentMismatch(f"--prove: TRL cannot be imported: {one_line(begun['error'])}; {remedy}")
         yield begun["version"], ask
     finally:

@@ -69,7 +69,7 @@ def test_what_can_be_proved_on_which_machine(extras: bool) -> None:
     assert set(reasons(gpus(4))) == set(reasons(gpus(9))) == lacking
     assert set(reasons(gpus(4, bfloat16=False))) == lacking | {"bf16"}
     assert reasons(gpus(3))["hsdp"] == "needs 4 GPUs"
-    assert all("pip install 'finetune[deepspeed]'" in reasons(gpus(2))[name] for name in engine)
+    assert all("pip install -e '.[deepspeed]'" in reasons(gpus(2))[name] for name in engine)
 
 
 def test_ranks_share_the_rows_evenly() -> None:
