@@ -28,7 +28,7 @@ def preview(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the rows as the model sees them, and findings over all data. Exit code 2 if training would refuse them."""
+    """Show the rows as the model sees them. Exit code 2: bad rows."""
 
     def work() -> dict[str, Any]:
         if html is not None:
@@ -60,7 +60,7 @@ def fetch(
     ] = ...,  # type: ignore[assignment]  # typer's word for an option that must be given
     as_json: AsJson = False,
 ) -> None:
-    """Bring model, tokenizer and data into a folder, with a recipe that trains from there without a network."""
+    """Bring model and data into a folder, to train without a network."""
 
     def work() -> dict[str, Any]:
         loaded = load_recipe(recipe, overrides or [], here=True)
@@ -113,7 +113,7 @@ def init(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a recipe for your own data and this machine, and say what was found."""
+    """Write a recipe for your own data and this machine."""
 
     def work() -> dict[str, Any]:
         typer.echo(f"reading {target}", err=True)
@@ -157,8 +157,10 @@ def import_recipe(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a configuration from axolotl, LLaMA-Factory or TRL into a recipe, and list what is left out. With
-    --prove, exit code 4 if the recipe trains differently and does not say so."""
+    """Convert a configuration from axolotl, LLaMA-Factory or TRL.
+
+    With --prove, exit code 4 if the recipe trains differently and does not say so.
+    """
 
     def work() -> dict[str, Any]:
         if output is not None:
@@ -197,7 +199,7 @@ def doctor(
     gpu: Annotated[bool, typer.Option("--gpu", help="Then prove the GPUs by small trainings.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Is this machine fit for a run? Fit to paste into a bug report: no names, no token. Exit code 4 if it is not."""
+    """Is this machine fit for a run? Exit code 4: it is not."""
 
     def work() -> dict[str, Any]:
         loaded = load_recipe(recipe, here=True) if recipe else None
