@@ -13,7 +13,9 @@ RUN apt-get update \
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cu130 'torch==2.13.0+cu130'
 
 COPY . /opt/finetune
-RUN DS_BUILD_OPS=0 pip install --no-cache-dir '/opt/finetune[qlora,deepspeed]'
+WORKDIR /opt/finetune
+# Compiled here, because the image's user may not write beside the sources.
+RUN DS_BUILD_OPS=0 pip install --no-cache-dir -e '.[qlora,deepspeed,storage]' && python -m compileall -q finetune
 
 RUN useradd --uid 1000 --create-home trainer && install -d -o trainer /work /work/runs /cache
 ENV HF_HOME=/cache/huggingface FINETUNE_CACHE=/cache/finetune MPLCONFIGDIR=/tmp/matplotlib

@@ -32,7 +32,7 @@ def requirements(kind: str) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
     every = [*project["dependencies"], *(line for extra in EXTRAS for line in extras[extra])]
-    named = [line for line in every if not line.startswith("finetune[")]
+    named = [line for line in every if not line.startswith(f"{project['name']}[")]
     if kind == "newest":
         return named
     return [re.sub(r"^([\w.\[\]-]+)>=([\w.]+).*$", r"\1==\2", line) for line in named]

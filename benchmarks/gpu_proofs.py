@@ -33,6 +33,7 @@ from finetune.preflight import (
 )
 from finetune.recipe.strategy import read_strategy
 from finetune.redaction import redact
+from finetune.wording import install_command
 
 PROOF_STEPS, PROOF_SAVED_AFTER, PROOF_ROWS = 6, 3, 8
 MOST_RANKS = 8  # a row each
@@ -175,7 +176,7 @@ def plan_proofs(machine: ProofMachine) -> list[Proof]:
 def _missing_package(package: str, extra: str) -> str:
     if importlib.util.find_spec(package) is not None:
         return ""
-    return f"{package} is not installed: pip install -e '.[{extra}]'"
+    return f"{package} is not installed; in the checkout: {install_command(extra)}"
 
 
 # The sequence.

@@ -2,7 +2,7 @@
 
     python benchmarks/mutants.py finetune/training/update.py --tests tests/training/test_update.py --count 20 --seed 1
 
-cosmic-ray makes the mutants (pip install 'finetune[mutants]'): another operator, another number, a loop that does not
+cosmic-ray makes the mutants (pip install -e '.[mutants]'): another operator, another number, a loop that does not
 run, and so on. mutmut was tried too: it rewrites a whole package and runs all tests in its own process, which does not
 suit tests that start ranks. A copy of the checkout is mutated, never the checkout itself. Each mutant's tests run in a
 fork of this process, which has imported the libraries once.

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from finetune import DISTRIBUTION
+
 UNKNOWN = "unknown"
 LONGEST = 60  # of a License field; a longer one is the licence's own text
 Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
@@ -45,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return code or int(bool(unknown))
 
 
-def base_install(root: str = "finetune") -> list[str]:
+def base_install(root: str = DISTRIBUTION) -> list[str]:
     """Distributions that `root` needs without extras, itself included, as far as they are installed here."""
     names, waiting = {}, [root]
     while waiting:

@@ -7,7 +7,7 @@ Each round is one run of 14 steps in a chain of machines. A machine ends at a dr
 that an engine sends (SIGTERM), and its folder is deleted. The next one starts in an empty folder. Uploads are slowed
 down, so that most ends come while a checkpoint is on its way. After each end every checkpoint that the storage lists
 is fetched and examined, byte by byte. The finished run must be bitwise the one that nobody ended; rounds on other ranks
-and another strategy (`mixed`) to 1e-5. With 'finetune[storage]' and 'moto[server]' installed, `s3` is the same as
+and another strategy (`mixed`) to 1e-5. With the extra `storage` and moto[server] installed, `s3` is the same as
 `same` on a loopback S3. In each round of `writers` two machines train at once: one must end with one line. Writes
 benchmarks/results/soak_storage.json after each round.
 """

@@ -2,7 +2,7 @@
 
     python benchmarks/storage_overhead.py --every 10 --pairs 5     (five minutes)
 
-Needs 'finetune[storage]' and 'moto[server]'. A model of 2M parameters is trained fully, with a checkpoint of 20 MB
+Needs the extra `storage` and moto[server]. A model of 2M parameters is trained fully, with a checkpoint of 20 MB
 every so many steps, four in all. Runs without a storage, with a folder and with S3 on the loopback take turns in a
 drawn order, each in a process of its own; the S3 server is another process, on the same cores. The figure is the median
 over the turns of the ratio of median steps. `save seconds` is how long the training waits at a save: it is not in a

@@ -30,7 +30,6 @@ from finetune.output_stream import one_line
 from finetune.paths import kind_of_file, open_regular
 
 TEMPORARY_PREFIX = ".tmp-"
-FETCHED = "fetch.json"  # in a folder that `finetune fetch` made
 MOST_SEALED_BYTES = 64 * 2**20  # a cache's facts have some kB
 
 

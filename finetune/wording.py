@@ -11,6 +11,13 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
+def install_command(*extras: str) -> str:
+    """The command that adds these extras in the checkout; the package index has another `finetune`."""
+    # DeepSpeed is a source package; the variable keeps it from compiling when it is installed.
+    variable = "DS_BUILD_OPS=0 " if "deepspeed" in extras else ""
+    return f"{variable}pip install -e '.[{','.join(extras)}]'"
+
+
 def as_word(path: object) -> str:
     """A file's name as a word of a shell command. A name that begins with a dash would be an option."""
     text = str(path)

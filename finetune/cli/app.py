@@ -26,6 +26,7 @@ app = typer.Typer(
     help="Fine-tune language models: one YAML recipe, every strategy, the same curve.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 

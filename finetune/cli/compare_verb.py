@@ -64,7 +64,7 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The same steps, varied in strategy or any key: memory per phase, time, traffic; a table and a picture."""
+    """The same steps with other settings: memory, time, loss."""
     recipe, overrides = recipe_and_overrides(words or [])
 
     def work() -> dict[str, Any]:

@@ -27,7 +27,7 @@ def preview(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the rows as the model sees them, and findings over all data. Exit code 2 if training would refuse them."""
+    """Show the rows as the model sees them. Exit code 2: bad rows."""
 
     def work() -> dict[str, Any]:
         if html is not None:
@@ -90,7 +90,7 @@ def init(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a recipe for your own data and this machine, and say what was found."""
+    """Write a recipe for your own data and this machine."""
 
     def work() -> dict[str, Any]:
         typer.echo(f"reading {target}", err=True)
@@ -127,7 +127,7 @@ def import_recipe(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a configuration from axolotl, LLaMA-Factory or TRL into a recipe, and list what is left out."""
+    """Convert a configuration from axolotl, LLaMA-Factory or TRL."""
 
     def work() -> dict[str, Any]:
         if output is not None:
@@ -154,8 +154,10 @@ def doctor(
     online: Annotated[bool, typer.Option("--online", help="Ask the Hub what the token may do.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Is this machine fit for a run? Fit to paste into a bug report: no names, no token. Exit code 4 if it is not.
-    Small trainings prove its GPUs, in a checkout: python benchmarks/gpu.py"""
+    """Is this machine fit for a run? Exit code 4: it is not.
+
+    Small trainings prove its GPUs, in a checkout: python benchmarks/gpu.py proofs
+    """
 
     def work() -> dict[str, Any]:
         loaded = load_recipe(recipe, here=True) if recipe else None

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -54,13 +54,12 @@ def verbs(
     """
 
 
-@app.command("list")
 def list_recipes(
     gpus: Annotated[str | None, typer.Option(help="Your GPUs: 2x24GB, 2x8x80GB, cpu.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="A model's name or size: 8b.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the recipes, or those that fit your GPUs, the largest first."""
+    """List the recipes, or those that fit your GPUs."""
 
     def work() -> dict[str, Any]:
         recipes = find_recipes(gpus, model)
@@ -74,7 +73,6 @@ def list_recipes(
     run_verb(work, as_json=as_json)
 
 
-@app.command()
 def check(
     recipe: Annotated[
         Path | None,
@@ -91,7 +89,7 @@ def check(
     schema: Annotated[bool, typer.Option(help="Write recipe.schema.json and docs/recipe.md again.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Is the recipe right? Every mistake at once, by file, line and column."""
+    """Is the recipe right? Every mistake at once, with its line."""
     if recipe is None and not schema:
         raise typer.BadParameter("name a recipe", param_hint="RECIPE")
 
@@ -168,20 +166,13 @@ def check(
     run_verb(work, as_json=as_json)
 
 
-app.command()(train_verb.train)
-
-
-app.command()(compare_verb.compare)
-
-
-@app.command()
 def rehearse(
     recipe: RecipeFile,
     overrides: Overrides = None,
     processes: Annotated[int, typer.Option(min=2, help="Ranks; one for single, at least four for hsdp.")] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """The whole run, small and on the CPU: train, kill, resume, export, load back; under two minutes, no weights."""
+    """The whole run, small, on the CPU: train, kill, resume, export."""
 
     def work() -> dict[str, Any]:
         from finetune.closed_form.recomputation import chosen_words
@@ -197,7 +188,6 @@ def rehearse(
     run_verb(work, as_json=as_json)
 
 
-@app.command()
 def plan(
     words: Annotated[
         list[str] | None,
@@ -232,7 +222,7 @@ def plan(
     audit: Annotated[bool, typer.Option("--audit", help="RUN [RUN ...]: their plans against measurements.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Will it fit? Memory of one GPU by phase and component; no GPU, no weights. Exit code 3 when it does not."""
+    """Will it fit? One GPU's memory by phase. Exit code 3: it does not."""
 
     def work() -> dict[str, Any]:
         if file is not None:
@@ -280,7 +270,6 @@ def _planned_timeout(plan: LaunchPlan) -> str:
     return f"{math.ceil((2 * result['run']['seconds'] + _STARTING_SECONDS) / 60)}m"
 
 
-@app.command()
 def launch(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -306,7 +295,7 @@ def launch(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the file that starts the recipe on its machines: a job for an engine, or the lines to run on each."""
+    """Print the job, or the lines, that start the recipe elsewhere."""
 
     def work() -> dict[str, Any]:
         if file is not None:
@@ -327,21 +316,30 @@ def launch(
     run_verb(work, as_json=as_json)
 
 
-for verb in (
-    data_verbs.preview,
-    run_verbs.chat,
-    run_verbs.status,
-    run_verbs.report,
-    run_verbs.export,
-    run_verbs.sample,
-    run_verbs.merge,
-    run_verbs.push,
-):
-    app.command()(verb)
-app.command("eval")(run_verbs.evaluate)
-app.command()(data_verbs.init)
-app.command("import")(data_verbs.import_recipe)
-app.command()(data_verbs.doctor)
+# In the order of a user's way, which --help shows.
+VERBS: dict[str, Callable[..., None]] = {
+    "init": data_verbs.init,
+    "check": check,
+    "preview": data_verbs.preview,
+    "plan": plan,
+    "list": list_recipes,
+    "rehearse": rehearse,
+    "train": train_verb.train,
+    "compare": compare_verb.compare,
+    "status": run_verbs.status,
+    "report": run_verbs.report,
+    "chat": run_verbs.chat,
+    "eval": run_verbs.evaluate,
+    "sample": run_verbs.sample,
+    "merge": run_verbs.merge,
+    "export": run_verbs.export,
+    "push": run_verbs.push,
+    "launch": launch,
+    "import": data_verbs.import_recipe,
+    "doctor": data_verbs.doctor,
+}
+for name, verb in VERBS.items():
+    app.command(name)(verb)
 
 
 # Verbs, and options of verbs, that went -> what to write instead.
@@ -385,9 +383,8 @@ def _program(verb: str, frames: bool) -> Any:
     """Return the program for a command line that begins with `verb`: to build one verb takes 5 ms, all take 75 ms."""
     commands = app.registered_commands
     part = copy(app)
-    part.registered_commands = [
-        command for command in commands if verb == (command.name or getattr(command.callback, "__name__", ""))
-    ] or commands  # a line that names no verb gets them all: --help, and what was meant
+    # A line that names no verb gets them all: --help, and what was meant.
+    part.registered_commands = [command for command in commands if command.name == verb] or commands
     part.rich_markup_mode = "rich" if frames else None
     return typer.main.get_command(part)
 

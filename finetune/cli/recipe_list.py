@@ -51,8 +51,7 @@ def find_recipes(gpus: str | None = None, model: str | None = None, folder: Path
     available = None if gpus is None else budget_of(parse_gpus(gpus))
     if not folder.is_dir():
         raise EnvironmentMismatch(
-            f"recipes: not beside the installed package ({folder}); install it again: pip install --force-reinstall "
-            "--no-deps finetune, or pip install -e . in a checkout"
+            f"recipes: not beside the installed package ({folder}); install it again in the checkout: pip install -e ."
         )
     every, left_out = [], []
     for path in sorted(folder.glob("*.yaml")):

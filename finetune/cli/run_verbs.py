@@ -140,7 +140,7 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Curves, memory by phase, answers before and after: one page, and pictures. Several runs: side by side."""
+    """Curves, memory and answers on one page; runs side by side."""
 
     def work() -> dict[str, Any]:
         from finetune.report.curves import read_runs, summary
@@ -180,7 +180,7 @@ def status(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Is it alive? Step, loss, speed, time left, the last complete checkpoint, and why it ended."""
+    """Is it alive? Step, loss, speed, time left, or why it ended."""
 
     def work() -> dict[str, Any]:
         if "://" in run:
@@ -240,7 +240,7 @@ def evaluate(
     base_model: OnServerBase = None,
     as_json: AsJson = False,
 ) -> None:
-    """How good is it? Held-out loss, scored answers of base and tuned model, benchmarks; writes eval.json."""
+    """How good is it? Held-out loss, scored answers, benchmarks."""
 
     def work() -> dict[str, Any]:
         resolved = require_run_folder(run)  # before torch is imported
@@ -322,7 +322,7 @@ def sample(
     endpoint: OnServer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw several answers to each prompt, and write training rows of those that a checker keeps."""
+    """Draw answers, and write rows of those that a checker keeps."""
     one_of("--keep", keep, ("right", "pairs", "judged", "all"))
     one_of("--pick", pick, ("shortest", "random"))
     for each in leave_out or ():
@@ -401,7 +401,7 @@ def merge(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Merge the adapter into its base, for plain transformers, and measure how well both agree.
+    """Merge the adapter into its base, and measure how both agree.
 
     With --gguf, an existing merged/ is used if it is newer than the adapter and neither --dtype nor --base is given.
     """
@@ -443,7 +443,7 @@ def push(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Push the adapter or model to the Hub, with tokenizer, recipe and card; private unless --public."""
+    """Push the adapter or model to the Hub; private unless --public."""
 
     def work() -> dict[str, Any]:
         from finetune.hub.push import chosen_destination, describe_upload, prepare_upload
@@ -489,7 +489,7 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Export a checkpoint as a finished run, or hand a run over to a serving engine with --for."""
+    """Export a checkpoint, or hand a run over to a serving engine."""
     one_of("--for", engine, ENGINES)
 
     def work() -> dict[str, Any]:

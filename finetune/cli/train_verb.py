@@ -12,7 +12,7 @@ from finetune.recipe.loader import load_recipe
 
 
 def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Train the recipe on this machine, with the processes that its budget and strategy need. Ctrl-C saves first."""
+    """Train the recipe on this machine, on all its ranks. Ctrl-C saves."""
     words = [str(recipe), *(overrides or [])]
 
     def work() -> dict[str, Any]:

@@ -50,7 +50,7 @@ from finetune.errors import BadFile
 from finetune.output_stream import has_controls, one_line
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import not_rows
-from finetune.wording import counted
+from finetune.wording import counted, install_command
 
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB would have 4 million tokens: surely a file without line ends
 MOST_BYTES_OF_OBJECT = 64 * 2**20
@@ -511,7 +511,7 @@ def _read_excel(file: Path, sheet: str | None, notes: Counter[str]) -> Iterator[
     try:
         import openpyxl  # noqa: F401
     except ImportError:
-        missing = "needs openpyxl: pip install 'finetune[excel]'; or save the sheet as CSV"
+        missing = f"needs openpyxl: in the checkout {install_command('excel')}; or save the sheet as CSV"
         yield SourceRow(str(file), 1, None, missing)
         return
     from finetune.data.workbook import MOST_COMPRESSED, sheet_records

@@ -11,6 +11,7 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.finished_run.eval_request import EvalRequest
 from finetune.finished_run.load import FinishedRun, fitting, load_run_tokenizer, models_of
 from finetune.model.generate import end_tokens, without_settings
+from finetune.wording import install_command
 
 
 def task_figures(
@@ -33,7 +34,7 @@ def task_figures(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise EnvironmentMismatch(f"--tasks: {error}; install it with: pip install 'finetune[eval]'") from error
+        raise EnvironmentMismatch(f"--tasks: {error}; install it in the checkout: {install_command('eval')}") from error
     tasks = list(request.tasks)
     manager = TaskManager(include_path=str(request.include) if request.include else None)
     for name in tasks:

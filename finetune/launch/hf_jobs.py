@@ -1,9 +1,7 @@
-"""Hugging Face Jobs: the command of `finetune launch --on hf-jobs`, one machine that bills by the minute."""
+"""Hugging Face Jobs: the machines that it lends, each billed by the minute."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finetune.errors import FinetuneError
@@ -66,31 +64,3 @@ def flavour_of(plan: LaunchPlan) -> Flavour:
         f"budget: HF Jobs has no machine with {counted(plan.gpus, 'GPU', 'GPUs')} of {needed:g} GB; it has 1, 2, 4 or "
         "8 of up to 141 GB, so set budget.gpus to one of these"
     )
-
-
-def hub_job(plan: LaunchPlan, head: Sequence[str], timeout: str) -> str:
-    """The file's text: the command that submits the job.
-
-    Args:
-        head: Comments for its beginning.
-        timeout: As `hf jobs run --timeout` takes it; the job is ended then.
-    """
-    flavour = flavour_of(plan)
-    # The token's name alone: `hf` takes its value from this machine's login, and no file or history has it.
-    lines = [f"hf jobs run --detach --flavor {flavour.name} --timeout {timeout} --secrets HF_TOKEN"]
-    storage = plan.loaded.recipe.storage
-    if storage is not None and storage.startswith("s3://"):
-        lines += ["--secrets AWS_ACCESS_KEY_ID", "--secrets AWS_SECRET_ACCESS_KEY"]
-    command, recipe = ["finetune", "train"], plan.shipped_recipe
-    if recipe is None:
-        # An own recipe travels in a variable, in letters that every shell and parser leaves alone.
-        recipe = plan.loaded.path.name
-        lines.append(f"--env RECIPE=\"$(base64 < {shlex.quote(str(plan.loaded.path))} | tr -d '\\n')\"")
-        command = ["bash", "-c", 'base64 -d <<< "$RECIPE" > "./$1" && exec finetune train "./$1" "${@:2}"', "train"]
-    lines.append(shlex.join([plan.options.image or "", *command, recipe, *plan.arguments]))
-    text = ["#!/usr/bin/env bash", *head, "# Submit, where `hf auth login` was done: bash THIS_FILE"]
-    if storage is None:
-        text.append(
-            "# A job's disk ends with it. With run.storage=hf://OWNER/NAME@BRANCH the next job goes on from there."
-        )
-    return "\n".join([*text, "", " \\\n  ".join(lines)]) + "\n"

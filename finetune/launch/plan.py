@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from finetune.errors import FinetuneError
-from finetune.files import FETCHED
 from finetune.output_stream import printable
 from finetune.paths import RECIPES, SHIPPED
 from finetune.recipe.loader import load_recipe
@@ -77,7 +76,6 @@ class LaunchPlan:
     arguments: tuple[str, ...]  # overrides
     options: JobOptions
     verb_arguments: str  # of `finetune launch`, for the file's first line
-    offline: bool = False  # the recipe is one of `finetune fetch`: everything that it names is beside it
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -106,16 +104,6 @@ class LaunchPlan:
     @property
     def world(self) -> int:
         return self.nodes * self.ranks
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables for the ranks."""
-        return {"HF_HUB_OFFLINE": "1"} if self.offline else {}
-
-    @property
-    def exports(self) -> list[str]:
-        """The same as lines of bash."""
-        return [f"export {name}={value}" for name, value in self.environment.items()]
 
     @property
     def alone(self) -> bool:
@@ -184,7 +172,6 @@ def plan_launch(
         arguments=(*overrides, *changed),
         options=options,
         verb_arguments=shlex.join([str(recipe), "--on", launcher, *typed, *overrides]),
-        offline=(loaded.path.parent / FETCHED).is_file(),
     )
     for problem in _misfits(plan):
         raise FinetuneError(problem)

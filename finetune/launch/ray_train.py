@@ -1,4 +1,4 @@
-"""Ray Train: the file of `finetune launch --on ray`, and what one of its workers does.
+"""Ray Train: one worker of the file that `finetune launch --on ray` writes.
 
 A worker starts the trainer as a process of its own. Ray runs a worker's function in a thread, which gets no signal, and
 in a process that has joined Ray's process group already.
@@ -12,74 +12,26 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from pprint import pformat
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import RankLost
 from finetune.launch.launcher import RANK_0_SECONDS, environment_for_child
-from finetune.launch.plan import LaunchPlan
 from finetune.launch.with_parent import with_parent
 
 _LINES = 12  # of a failed rank's standard error, for the driver's message
-_FILE = """
-import os
-import sys
-
-from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.torch import TorchConfig, TorchTrainer
-
-from finetune.launch.ray_train import trainers_message, train_rank
-
-trainer = TorchTrainer(
-    train_rank,
-    train_loop_config={{"folder": os.getcwd(), **SETTINGS}},
-    torch_config=TorchConfig(backend="gloo"),  # Ray's own process group; the trainer makes another
-    scaling_config=ScalingConfig(num_workers={workers}, use_gpu={use_gpu}, placement_strategy="{placement}"),
-    run_config=RunConfig(
-        storage_path=os.path.abspath(RAY_FOLDER),
-        # A number here starts all ranks again from the newest checkpoint, after a bad recipe too.
-        failure_config=FailureConfig(max_failures=0),
-    ),
-)
-try:
-    trainer.fit()
-except TrainingFailedError as error:
-    sys.exit(trainers_message(error))
-"""
-
-
-def trainer_file(plan: LaunchPlan, head: Sequence[str]) -> str:
-    """The file's text: a Python program that trains by Ray's `TorchTrainer`.
-
-    Args:
-        head: Comments for its beginning.
-    """
-    placement = "STRICT_PACK"  # all on one machine
-    if plan.nodes > 1:
-        placement = "PACK" if plan.gpus else "STRICT_SPREAD"
-    settings = {"words": list(plan.words), "machines": plan.nodes, "alone": plan.alone, "variables": plan.environment}
-    ray_folder = str(Path(plan.loaded.recipe.run_dir).parent / "ray")  # Ray's own notes
-    lines = ["#!/usr/bin/env python3", *head, "# Start where Ray's head is reached: python THIS_FILE"]
-    if plan.nodes > 1:
-        lines.append("# All machines see this folder under the same path.")
-    body = _FILE.format(workers=plan.world, use_gpu=bool(plan.gpus), placement=placement)
-    constants = f"\nSETTINGS = {pformat(settings, width=110, sort_dicts=False)}\nRAY_FOLDER = {ray_folder!r}\n"
-    before, imports, after = body.partition("trainers_message, train_rank\n")
-    return "\n".join(lines) + f"\n{before}{imports}{constants}{after}"
 
 
 def train_rank(settings: Mapping[str, Any]) -> None:
     """Train as the rank that Ray gave this worker; its variables are set. Raises RankLost with the trainer's message.
 
     Args:
-        settings: `folder` to train in, `words` for Python, `variables` for its environment, `machines`, and whether
+        settings: `folder` to train in, `words` for Python, `machines`, and whether
             it trains `alone`, as no rank.
     """
     import torch.distributed as dist
 
-    variables, rank = dict(settings["variables"]), dist.get_rank()
+    variables, rank = dict[str, str](), dist.get_rank()
     if not settings["alone"]:
         # Ray's group has the port of MASTER_PORT.
         port: list[Any] = [None]

@@ -1,25 +1,32 @@
-"""`finetune launch`: writes the file that starts a recipe on its machines, to be read, submitted or run. No torch here.
+"""`finetune launch`: fills the platform's file in `jobs/`, to be read, submitted or run. No torch here.
 
 launcher.py, slurm.py and rendezvous.py read the same options again in every rank.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from pprint import pformat
+from typing import Any
+
+import yaml
 
 from finetune.errors import FinetuneError
 from finetune.files import write_text
-from finetune.launch.hf_jobs import hub_job
-from finetune.launch.kubeflow import train_job
+from finetune.launch.hf_jobs import flavour_of
 from finetune.launch.plan import LaunchPlan
-from finetune.launch.ray_train import trainer_file
-from finetune.launch.slurm import job_script
 from finetune.output_stream import printable
+from finetune.paths import read_regular
+from finetune.recipe.storage_address import OBJECT_STORES
+from finetune.recipe.yaml_text import MAX_BYTES
 from finetune.wording import counted
 
 _PORT = 29500  # torch's own default
 _MARK = "# Made by: finetune "
+_LONGEST_NAME = 40  # of 63 letters of a pod's name: JobSet adds -node-0-0-abcde
 
 
 def script(plan: LaunchPlan, timeout: str = "") -> str:
@@ -28,33 +35,38 @@ def script(plan: LaunchPlan, timeout: str = "") -> str:
     Args:
         timeout: Of a job on hf-jobs, as `hf jobs run --timeout` takes it.
     """
-    match plan.launcher:
-        case "kubeflow":
-            return train_job(plan, _head(plan))
-        case "hf-jobs":
-            return hub_job(plan, _head(plan), timeout)
-        case "ray":
-            return trainer_file(plan, _head(plan))
-    if plan.launcher == "slurm":
-        starter = _starter(plan, machine='"$SLURM_NODEID"', first='"$MASTER_ADDR"', port='"$MASTER_PORT"')
-        return job_script(plan, _head(plan), starter)
-    lines, trainer = ["#!/usr/bin/env bash", *_head(plan)], shlex.join(plan.words)
-    if plan.nodes == 1:
-        lines += ["# Start: bash THIS_FILE", "", *plan.exports, f"exec {_starter(plan)} \\", f"  {trainer}"]
-        return "\n".join(lines) + "\n"
-    starter = _starter(plan, machine='"$machine"', first='"$first"', port=str(_PORT))
-    last = plan.nodes - 1
-    lines += [
-        f"# Start on every machine, R = 0 to {last}, with the address of machine 0: bash THIS_FILE R ADDRESS",
-        "# All of them see the run's folder under the same path. To stop and save: Ctrl-C on one.",
-        f'machine="${{1:?the number of this machine, 0 to {last}}}"',
-        'first="${2:?the address of machine 0, as the others reach it}"',
-        "",
-        *plan.exports,
-        f"exec {starter} \\",
-        f"  {trainer}",
-    ]
-    return "\n".join(lines) + "\n"
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "jobs"), undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters |= dict[str, Callable[..., str]](
+        contents=lambda path: read_regular(path, MAX_BYTES).decode(),
+        printable=printable,
+        python=lambda value: pformat(value, width=110, sort_dicts=False),
+        quote=shlex.quote,
+        repr=repr,
+        words=shlex.join,
+        yaml=_as_yaml,
+    )
+    recipe, stem = plan.loaded.recipe, plan.loaded.path.stem
+    kubernetes_name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    if not kubernetes_name[:1].isalpha():
+        kubernetes_name = f"run-{kubernetes_name}"
+    return environment.get_template(f"{plan.launcher}.jinja").render(
+        plan=plan,
+        recipe=recipe,
+        options=plan.options,
+        head=_head(plan),
+        timeout=timeout,
+        port=_PORT,
+        slurm_name=re.sub(r"[^\w.-]", "-", stem),
+        kubernetes_name=kubernetes_name[:_LONGEST_NAME].strip("-"),
+        in_object_store=(recipe.storage or "").startswith(OBJECT_STORES),
+        flavour_of=flavour_of,
+        ray_folder=str(Path(recipe.run_dir).parent / "ray"),  # Ray's own notes
+    )
 
 
 def write_script(path: Path, text: str) -> None:
@@ -67,8 +79,14 @@ def write_script(path: Path, text: str) -> None:
     write_text(path, text)
 
 
-def _head(plan: LaunchPlan) -> list[str]:
-    """The comments that both kinds of file begin with."""
+def line_of_machine(plan: LaunchPlan) -> str:
+    """The line that starts machine R of several by hand. ADDRESS_OF_0 is machine 0's address."""
+    place = f"--node-rank R --master-addr ADDRESS_OF_0 --master-port {_PORT}"
+    return f"torchrun --nnodes {plan.nodes} {place} --nproc-per-node {plan.ranks} {shlex.join(plan.words)}"
+
+
+def _head(plan: LaunchPlan) -> str:
+    """The two comments that each file begins with."""
     devices = counted(plan.gpus, "GPU") if plan.gpus else "its CPU"
     machines = f"one machine with {devices}"
     if plan.nodes > 1:
@@ -76,22 +94,22 @@ def _head(plan: LaunchPlan) -> list[str]:
     line = f"# {plan.strategy.name} on {machines}, {counted(plan.world, 'rank')}."
     if plan.launcher in ("slurm", "torchrun", "ray"):
         line += " Paths are as seen from the folder where it is started."
-    return [f"{_MARK}launch {printable(plan.verb_arguments)}", line]
+    return f"{_MARK}launch {printable(plan.verb_arguments)}\n{line}"
 
 
-def line_of_machine(plan: LaunchPlan) -> str:
-    """The line that starts machine R of several by hand. ADDRESS_OF_0 is machine 0's address."""
-    return f"{_starter(plan, machine='R', first='ADDRESS_OF_0', port=str(_PORT))} {shlex.join(plan.words)}"
+def _as_yaml(value: Any, depth: int = 0) -> str:
+    """A word for the end of a line. With `depth` the lines of a mapping or a list, as inside so many mappings."""
+    for _ in range(depth):
+        value = {"outer": value}
+    text = yaml.dump(value, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=2**20)
+    return text.split("\n", depth)[depth].removesuffix("\n").removesuffix("\n...")
 
 
-def _starter(plan: LaunchPlan, *, machine: str = "", first: str = "", port: str = "") -> str:
-    """The command that starts one machine's ranks, up to the trainer.
+class _Writer(yaml.SafeDumper):
+    """Writes a text of several lines as such."""
 
-    `machine` (this machine's number), `first` (machine 0's address) and `port` are bash words.
-    """
-    if plan.alone:
-        return "python"
-    if plan.nodes == 1:
-        return f"torchrun --standalone --nproc-per-node {plan.ranks}"
-    place = f"--node-rank {machine} --master-addr {first} --master-port {port}"
-    return f"torchrun --nnodes {plan.nodes} {place} --nproc-per-node {plan.ranks}"
+
+_Writer.add_representer(
+    str,
+    lambda writer, text: writer.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)

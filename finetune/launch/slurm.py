@@ -1,4 +1,4 @@
-"""Slurm: the job script of `finetune launch`, and ranks that `srun` started without a launcher.
+"""Slurm: ranks that `srun` started without a launcher.
 
 Under `srun python finetune/train.py RECIPE` no torchrun sets RANK, WORLD_SIZE, MASTER_ADDR, ...; they follow from the
 step's variables (srun(1), "OUTPUT ENVIRONMENT VARIABLES"). `scontrol show hostnames` is not used: it may be missing
@@ -10,13 +10,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from finetune.errors import EnvironmentMismatch
 from finetune.output_stream import printable
-
-if TYPE_CHECKING:
-    from finetune.launch.plan import LaunchPlan
 
 # Only srun sets these. A batch script has SLURM_PROCID=0 as well, without being one of the step's tasks.
 _STEP_VARIABLES = (
@@ -27,7 +23,6 @@ _STEP_VARIABLES = (
     "SLURM_SRUN_COMM_PORT",
 )
 _CORES_PER_RANK = 8
-_SAVE_SECONDS = 300  # from Slurm's signal to the time limit: for one optimizer step and one checkpoint
 _MOST_HOSTS = 100_000  # in one range: no cluster has more
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below Linux's ephemeral ports, which begin at 32,768
 
@@ -182,83 +177,5 @@ def array_script(command: Sequence[str], name: str, rows: Sequence[str], gpus: i
         *(f"#SBATCH --{key}={value}" for key, value in settings.items()),
         "",
         f'exec {shlex.join(command)} --only "$SLURM_ARRAY_TASK_ID"',
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def job_script(plan: LaunchPlan, head: Sequence[str], starter: str) -> str:
-    """The script of `finetune launch --on slurm`: a job with one task per node, which starts a rank per GPU.
-
-    It saves before its time limit and queues again.
-
-    Args:
-        head: Comments for its beginning.
-        starter: The command that starts one node's ranks, up to the trainer.
-    """
-    settings: dict[str, object] = {
-        "job-name": re.sub(r"[^\w.-]", "-", plan.loaded.path.stem),
-        "nodes": plan.nodes,
-        "ntasks-per-node": 1,
-    }
-    if plan.gpus:
-        settings["gpus-per-node"] = plan.gpus
-    settings |= {
-        "cpus-per-task": _CORES_PER_RANK * plan.ranks,
-        "mem": 0,
-        "time": "24:00:00",
-        "signal": f"TERM@{_SAVE_SECONDS}",
-        "open-mode": "append",
-        "output": "%x-%j.log",
-    }
-    for option in ("partition", "account"):
-        if (value := getattr(plan.options, option)) is not None:
-            settings[option] = value
-    environment = "the Python environment active"
-    if plan.options.image is not None:
-        environment = "apptainer at hand"
-    lines = [
-        "#!/bin/bash",
-        *head,
-        f"# Submit with {environment}: sbatch THIS_FILE",
-        "# Yours to set: time, mem (0 is all of a node), cpus-per-task, and what your site asks for, as --qos.",
-        *(f"#SBATCH --{name}={value}" for name, value in settings.items()),
-        "#SBATCH --requeue",
-        "",
-    ]
-    if plan.nodes > 1:
-        # The node's number is in each task's own environment, so the task's bash expands $SLURM_NODEID.
-        starter = f"bash -c \\\n  'exec {starter} \"$@\"' torchrun"
-        lines += [
-            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            "MASTER_PORT=$((20000 + 7 * SLURM_JOB_ID % 10000))  # alike on all nodes, another for each job",
-            "export MASTER_ADDR MASTER_PORT",
-        ]
-    lines += [*plan.exports, f"export FINETUNE_GRACE_SECONDS={_SAVE_SECONDS}  # from the signal to the time limit"]
-    if plan.options.image is not None:
-        # It passes on the environment, this folder and the home folder.
-        gpus = "--nv " if plan.gpus else ""
-        starter = f"apptainer exec {gpus}{shlex.quote(plan.options.image)} {starter}"
-    if not plan.alone:
-        # torchrun's limit is 30 s shorter than Slurm's, so that the job still runs the lines after srun.
-        limit = _SAVE_SECONDS - 30
-        lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={limit}  # torchrun kills ranks that save for longer"]
-    trainer = shlex.join(plan.words)
-    if plan.loaded.recipe.training.resume == "never":  # a job that is queued again must resume
-        trainer += " ${SLURM_RESTART_COUNT:+training.resume=auto}"
-    lines += [
-        f"state={shlex.quote(f'{plan.loaded.recipe.run_dir}/run_state.json')}",
-        'before=$(cat "$state" 2>/dev/null)',
-        "",
-        f'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" {starter} \\',
-        f"  {trainer}",
-        "code=$?",
-        "",
-        f"# {_SAVE_SECONDS} s before the time limit Slurm signals the ranks to stop: they finish the step and save.",
-        "# Where the run says that it did, the job queues again and resumes from there.",
-        'after=$(cat "$state" 2>/dev/null)',
-        'if [[ "$after" != "$before" && "$after" == *\'"state": "stopped"\'* ]]; then',
-        '  scontrol requeue "$SLURM_JOB_ID"',
-        "fi",
-        'exit "$code"',
     ]
     return "\n".join(lines) + "\n"

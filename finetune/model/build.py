@@ -38,6 +38,7 @@ from finetune.recipe.adapter_config import is_on_top
 from finetune.recipe.schema import Quantization, Recipe
 from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.untrusted.model_folder import look_at_config, look_at_model
+from finetune.wording import install_command
 
 Load = Callable[..., PreTrainedModel]
 
@@ -234,9 +235,8 @@ def bitsandbytes_config(quantization: Quantization) -> BitsAndBytesConfig:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
-        raise EnvironmentMismatch(
-            "quantization: bitsandbytes is not installed; install it with: pip install 'finetune[qlora]'"
-        ) from error
+        remedy = f"install it in the checkout: {install_command('qlora')}"
+        raise EnvironmentMismatch(f"quantization: bitsandbytes is not installed; {remedy}") from error
     return BitsAndBytesConfig(
         load_in_4bit=quantization.load_in_4bit,
         load_in_8bit=quantization.load_in_8bit,

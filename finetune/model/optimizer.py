@@ -18,7 +18,7 @@ from finetune.model.dtypes import dtype_name
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe, Training
 from finetune.recipe.sections.training import Optimizer
-from finetune.wording import counted
+from finetune.wording import counted, install_command
 
 if TYPE_CHECKING:
     from finetune.model.optimizers.rounded_adamw import LocalPart
@@ -39,9 +39,8 @@ def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> 
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
-        raise EnvironmentMismatch(
-            f"training.optim: {name} needs bitsandbytes; install it with: pip install 'finetune[qlora]'"
-        ) from error
+        remedy = f"install it in the checkout: {install_command('qlora')}"
+        raise EnvironmentMismatch(f"training.optim: {name} needs bitsandbytes; {remedy}") from error
     if on_cpu and spec.paged:
         raise EnvironmentMismatch(
             f"training.optim: {name} pages its state between GPU and host, a CPU has no such pages; "

@@ -17,7 +17,7 @@ from typing import Literal
 
 from huggingface_hub import constants
 
-from finetune import __version__
+from finetune import DISTRIBUTION, __version__
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.hub.client import check_permission, classify_error
 from finetune.measure.host_memory import usable_cores
@@ -30,16 +30,16 @@ from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import yaml_value
 from finetune.redaction import redact, variables
-from finetune.wording import counted
+from finetune.wording import counted, install_command
 
 FindingState = Literal["ok", "look", "bad"]
-# Extra -> what is imported, and what it is for.
+# Package -> what is imported, what it is for, and the extra that installs it.
 EXTRAS = {
-    "bitsandbytes": ("bitsandbytes", "quantised bases and 8-bit optimizers: pip install 'finetune[qlora]'"),
-    "deepspeed": ("deepspeed", "ZeRO: DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'"),
-    "gguf": ("gguf", "the quickstart's model: pip install 'finetune[quickstart]'"),
-    "openpyxl": ("openpyxl", "workbooks as data: pip install 'finetune[excel]'"),
-    "lm-eval": ("lm_eval", "benchmarks by `finetune eval --tasks`: pip install 'finetune[eval]'"),
+    "bitsandbytes": ("bitsandbytes", "quantised bases and 8-bit optimizers", "qlora"),
+    "deepspeed": ("deepspeed", "ZeRO", "deepspeed"),
+    "gguf": ("gguf", "the quickstart's model", "quickstart"),
+    "openpyxl": ("openpyxl", "workbooks as data", "excel"),
+    "lm-eval": ("lm_eval", "benchmarks by `finetune eval --tasks`", "eval"),
 }
 _MATTER = (
     r"CUDA_\w+|NCCL_\w+|GLOO_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS|ACCELERATE_\w+|PET_\w+|TORCH_\w+|PYTORCH_\w+|DS_\w+"
@@ -101,7 +101,7 @@ def _requirements() -> list[str]:
     try:
         return list(tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"])
     except (OSError, KeyError, ValueError):
-        return [line for line in importlib.metadata.requires("finetune") or () if "extra ==" not in line]
+        return [line for line in importlib.metadata.requires(DISTRIBUTION) or () if "extra ==" not in line]
 
 
 def installed_version(name: str) -> str | None:
@@ -136,9 +136,9 @@ def check_extras() -> Iterator[Finding]:
         failed = dict.fromkeys(modules, f"the process ended with {process.returncode}")
     listed = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none"
     yield Finding("extras", "ok", listed)
-    for name, (module, purpose) in EXTRAS.items():
+    for name, (module, purpose, extra) in EXTRAS.items():
         if name not in versions:
-            yield Finding("extras", "look", f"{name} is not installed", f"for {purpose}")
+            yield Finding("extras", "look", f"no {name}", f"for {purpose}, in the checkout: {install_command(extra)}")
         elif module in failed:
             yield Finding("extras", "bad", f"{name}: {failed[module][:200]}", "install a wheel that fits this torch")
     if "deepspeed" in versions and not shutil.which("g++"):

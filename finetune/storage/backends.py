@@ -23,6 +23,7 @@ from finetune.hub.client import classify_error
 from finetune.output_stream import one_line
 from finetune.recipe.storage_address import HUB_BRANCH, HUB_BUCKET
 from finetune.redaction import hide_secrets, known_secrets
+from finetune.wording import install_command
 
 CONNECT_SECONDS, READ_SECONDS = 10, 300  # of one request to an object store
 FULL_BUCKET = re.compile(r"quota|storage ?full|storage limit|insufficientstorage|\b507\b|no space")
@@ -76,9 +77,9 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
             options["config_kwargs"] = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS}
         return ObjectStorage(url, fsspec.filesystem(scheme, **options))
     except ImportError as error:
-        needed = {"gs": "gcsfs", "az": "adlfs", "hf": "hf_xet"}.get(url.partition("://")[0], "'finetune[storage]'")
-        reason = " ".join(str(error).split())
-        raise FinetuneError(f"{url}: a package is missing ({reason}); pip install {needed}") from None
+        needed = {"gs": "gcsfs", "az": "adlfs", "hf": "hf_xet"}.get(url.partition("://")[0])
+        remedy = f"pip install {needed}" if needed else f"in the checkout: {install_command('storage')}"
+        raise FinetuneError(f"{url}: a package is missing ({' '.join(str(error).split())}); {remedy}") from None
 
 
 class FolderStorage:

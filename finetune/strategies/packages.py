@@ -13,6 +13,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
+from finetune.wording import install_command
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,8 @@ def refuse_missing(needed: Sequence[NeededPackage]) -> None:
     if not missing:
         return
     what = " and ".join(f"{each.title} ({each.place})" for each in missing)
-    extras = ",".join(dict.fromkeys(each.extra for each in missing))
-    # DeepSpeed is a source package; the variable keeps it from compiling when it is installed.
-    command = f"{'DS_BUILD_OPS=0 ' if 'deepspeed' in extras else ''}pip install 'finetune[{extras}]'"
+    command = install_command(*dict.fromkeys(each.extra for each in missing))
     if len(missing) == 1:
         (only,) = missing
-        raise EnvironmentMismatch(f"{only.place}: {only.title} is not installed; install it with: {command}")
-    raise EnvironmentMismatch(f"packages: {what} are not installed; install them with: {command}")
+        raise EnvironmentMismatch(f"{only.place}: {only.title} is not installed; install it in the checkout: {command}")
+    raise EnvironmentMismatch(f"packages: {what} are not installed; install them in the checkout: {command}")

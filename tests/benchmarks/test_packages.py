@@ -10,11 +10,12 @@ from email.message import Message
 import pytest
 
 from benchmarks.packages import UNKNOWN, audit, base_install, licence_in, licences_of, main
+from finetune import DISTRIBUTION
 
 
 def test_no_licence_of_the_base_install_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     names = base_install()
-    assert {"finetune", "torch", "transformers", "accelerate", "peft", "numpy", "safetensors"} <= set(names)
+    assert {DISTRIBUTION, "torch", "transformers", "accelerate", "peft", "numpy", "safetensors"} <= set(names)
     assert not {"pytest", "bitsandbytes", "deepspeed", "hypothesis"} & set(names)  # of extras
     ours = [name for name in names if not name.startswith(("cuda-", "nvidia-"))]  # which a CUDA build of torch brings
     assert [name for name, (_, licence) in licences_of(ours) if licence == UNKNOWN] == []
@@ -79,5 +80,5 @@ def test_the_audit_in_a_line(
 
 
 def test_what_is_installed_is_what_the_package_asks_for() -> None:
-    needs = importlib.metadata.requires("finetune") or []
+    needs = importlib.metadata.requires(DISTRIBUTION) or []
     assert any(need.startswith("torch") for need in needs)

@@ -243,4 +243,4 @@ def test_without_lm_eval_it_is_one_line(
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     run = finished_run(tmp_path, tiny_llama, data={"eval": None})
     assert main(["eval", str(run), "--tasks", "arc_easy"]) == 4
-    assert "pip install 'finetune[eval]'" in capsys.readouterr().err
+    assert "pip install -e '.[eval]'" in capsys.readouterr().err

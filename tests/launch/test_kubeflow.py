@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from finetune.cli.main import main
+from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError, Stopped
 from finetune.files import read_lines
+from finetune.launch.signals import GRACE_VARIABLE
 from finetune.paths import RECIPES
 from tests.support.runs.cells import free_ports
 from tests.support.runs.soak_resume import write_resume_recipe
@@ -140,10 +142,12 @@ def test_the_runtime_restarts_by_exit_code_and_lends_what_a_run_needs(capsys: py
     found = documents(["llama3_70b_lora_hsdp_2x8x80gb", *IMAGE, "--claim", "disk"], capsys)
     job, pod = job_of(found), pod_of(found)
     rules = [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in job["podFailurePolicy"]["rules"]]
-    assert rules == [("FailJob", [2, 3, 4]), ("Ignore", [130]), ("Ignore", None)]
+    again_in_vain = [FinetuneError.exit_code, DoesNotFit.exit_code, EnvironmentMismatch.exit_code]
+    assert rules == [("FailJob", again_in_vain), ("Ignore", [Stopped.exit_code]), ("Ignore", None)]
     assert pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
     environment = {each["name"]: each["value"] for each in container["env"]}
+    assert int(environment[GRACE_VARIABLE]) == pod["terminationGracePeriodSeconds"]
     # torchrun kills its ranks before Kubernetes kills torchrun.
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     assert not [name for name in environment if name == "HF_TOKEN" or name.startswith("PET_")], "Kubeflow's own"
@@ -166,7 +170,7 @@ def test_an_own_recipe_travels_and_its_names_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    name, override = "my $(r) 'q' 7.yaml", 'output_dir=runs/a $$HOME "c" $(HOME)'
+    name, override = "my $(r) 'q' {{ r }} 7.yaml", 'output_dir=runs/a $$HOME "c" $(HOME)\nb...'
     text = (
         (RECIPES / "llama3_ddp.yaml")
         .read_text()
@@ -174,6 +178,7 @@ def test_an_own_recipe_travels_and_its_names_arrive(
             '{path: HuggingFaceTB/smoltalk, name: all, split: "train[:20000]"}', "{path: json, data_files: rows.jsonl}"
         )
     )
+    text += "# ü {% raw %} {#\n\n\n"
     Path(name).write_text(text)
     found = documents([name, *IMAGE, override], capsys)
     assert found["ConfigMap"]["data"] == {"recipe.yaml": text}

@@ -20,6 +20,7 @@ from finetune.files import read_lines
 from finetune.launch import launcher
 from finetune.launch.plan import LAUNCHERS, JobOptions, plan_launch
 from finetune.launch.script import script
+from finetune.launch.signals import GRACE_VARIABLE
 from finetune.launch.slurm import slurm_ranks
 from finetune.paths import RECIPES
 from tests.support.runs.cells import free_ports
@@ -140,8 +141,9 @@ def test_slurm_gets_partition_account_and_container(nodes: int, gpus: int, tmp_p
 def test_ranks_may_save_until_shortly_before_the_jobs_time_ends(tmp_path: Path) -> None:
     """Slurm signals 300 s before the end; torchrun, which passes the signal on, has to end before that too."""
     text = text_for("slurm", "ddp", 1, 2)
-    (seconds,) = said_by(text, tmp_path, **{"BASH_FUNC_srun%%": "() { printenv TORCH_ELASTIC_SHUTDOWN_TIMEOUT; }"})
-    assert 200 < int(seconds) < 300
+    printed = f"() {{ printenv TORCH_ELASTIC_SHUTDOWN_TIMEOUT {GRACE_VARIABLE}; }}"
+    seconds, grace = said_by(text, tmp_path, **{"BASH_FUNC_srun%%": printed})
+    assert 200 < int(seconds) < 300 == int(grace)
 
 
 def test_slurm_and_a_plain_srun_choose_the_same_port() -> None:

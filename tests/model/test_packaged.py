@@ -214,7 +214,7 @@ def test_mistakes(name: str, error: type[FinetuneError], message: str, site: Pat
 
 def test_missing_gguf_reader(site: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_package.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EnvironmentMismatch, match=r"pip install 'finetune\[quickstart\]'"):
+    with pytest.raises(EnvironmentMismatch, match=r"pip install -e '\.\[quickstart\]'"):
         resolve_model_path("package:tiny-gguf")
 
 

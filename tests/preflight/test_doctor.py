@@ -111,14 +111,13 @@ def test_the_installed_libraries_are_in_range() -> None:
 
 
 def test_an_extra_that_does_not_load_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        doctor, "EXTRAS", {"json": ("json", "x"), "gone": ("no_such_module", "x"), "absent": ("y", "z")}
-    )
+    extras = {"json": ("json", "x", "a"), "gone": ("no_such_module", "x", "a"), "absent": ("y", "z", "ray")}
+    monkeypatch.setattr(doctor, "EXTRAS", extras)
     monkeypatch.setattr(doctor, "installed_version", lambda name: None if name == "absent" else "1.0")
     findings = list(doctor.check_extras())
     assert states(findings) == [("extras", "ok"), ("extras", "bad"), ("extras", "look")]
     assert "ModuleNotFoundError: No module named 'no_such_module'" in findings[1].seen
-    assert findings[2].remedy == "for z"
+    assert findings[2].remedy == "for z, in the checkout: pip install -e '.[ray]'"
 
 
 @pytest.mark.parametrize(
@@ -339,7 +338,7 @@ def test_doctor_says_what_train_would_refuse(
             "DeepSpeed 0.19.8 or newer (accelerate_config: zero3) and bitsandbytes (quantization) are not installed"
             in str(found)
         )
-        assert "DS_BUILD_OPS=0 pip install 'finetune[deepspeed,qlora]'" in found["packages"].remedy
+        assert "DS_BUILD_OPS=0 pip install -e '.[deepspeed,qlora]'" in found["packages"].remedy
     assert all(each.remedy for each in found.values())
     if bad[0] == "devices":
         with pytest.raises(EnvironmentMismatch) as caught:  # the trainer's own first refusal

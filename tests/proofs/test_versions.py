@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from finetune import DISTRIBUTION
+from finetune.wording import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_TORCH = "'torch<2.14'"  # of which this platform has a build for CPUs
@@ -43,6 +47,53 @@ def test_readme_and_ci_take_the_small_torch() -> None:
     assert f"pip install -e '.[quickstart]' {SMALL_TORCH} " in first
     assert f"pip install -e '.[test]' {SMALL_TORCH} " in second
     assert SMALL_TORCH in (ROOT / ".ci" / "run").read_text("utf-8")
+
+
+# Another project has the name `finetune` on the package index, so no page may install by name.
+BY_NAME = (
+    r"(?:pip3?|pipx|uv)(?: \w+)? (?:install|add|download)\b[^\n&|;`]*?[ '\"=](?:finetune|finetune-recipes)(?![\w./-])",
+    r"finetune(?:-recipes)?\[\w",
+    r"\.\[(?<!-e \.\[)(?<!-e '\.\[)(?:qlora|deepspeed|quickstart|trackers|excel|eval|ray|storage|test|bench|docs)\b",
+)
+
+
+def by_name(text: str) -> list[str]:
+    return [match[0] for form in BY_NAME for match in re.finditer(form, text)]
+
+
+def test_the_package_is_installed_in_the_checkout_alone() -> None:
+    """No tracked text installs this package by its name, and the extras that pages name are there."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [ROOT / name for name in listed.split("\0") if (ROOT / name).is_file()]
+    texts = {file.relative_to(ROOT): file.read_text("utf-8", "replace") for file in files}
+    build = Path("pyproject.toml")
+    texts[build] = texts[build].replace(f'test = [\n    "{DISTRIBUTION}[', "")  # the extra `test` names the others
+    assert {name: found for name, text in texts.items() if (found := by_name(text))} == {}
+    extras = {
+        extra
+        for text in texts.values()
+        for each in re.findall(r"-e '\.\[([\w,]+)\]", text)
+        for extra in each.split(",")
+    }
+    assert {"qlora", "deepspeed", "ray", "storage"} <= extras <= project()["optional-dependencies"].keys()
+    assert project()["name"] == DISTRIBUTION != "finetune"
+
+
+def test_other_ways_to_install_it_are_found() -> None:
+    name, extra = "finetune", "[ray]"
+    others = [f"pip install {name}", f"pip install --no-deps {name}, or", f"pip install '{name}{extra}'"]
+    others += [
+        f"uv pip install {name}-recipes",
+        f"pipx install {name}",
+        f"/opt/{name}{extra}",
+        f"pip install '.{extra}'",
+    ]
+    assert [len(by_name(text)) > 0 for text in others] == [True] * len(others)
+    right = f"pip install -e '.{extra}' 'torch<2.14' && accelerate launch {name}/train.py; pip install trl; {name} list"
+    assert by_name(right) == []
+    assert install_command("ray") == f"pip install -e '.{extra}'"
 
 
 def test_the_bound_admits_the_newest_torch_that_was_tested() -> None:

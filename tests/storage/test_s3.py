@@ -12,8 +12,8 @@ from finetune.errors import FinetuneError
 from finetune.storage.backends import ObjectStorage, open_storage
 from finetune.storage.journal import Saved, attempt, explain, is_conditional, newest_entry, take_lease
 
-pytest.importorskip("s3fs", reason="pip install 'finetune[storage]'")
-moto_server = pytest.importorskip("moto.server", reason="pip install 'finetune[test]'")
+pytest.importorskip("s3fs", reason="pip install -e '.[storage]'")
+moto_server = pytest.importorskip("moto.server", reason="pip install -e '.[test]'")
 pytestmark = pytest.mark.slow  # four seconds for moto and botocore
 
 

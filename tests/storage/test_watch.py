@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.main import main
-from finetune.launch.hf_jobs import hub_job
-from finetune.launch.kubeflow import train_job
 from finetune.launch.plan import JobOptions, plan_launch
+from finetune.launch.script import script
 from finetune.storage.journal import Saved, take_lease
 from tests.support.runs.faulty_storage import FaultyStorage
 
@@ -86,8 +85,7 @@ IMAGE = JobOptions(image="registry.example/finetune:1.0")
 
 
 def job_of(on: str, *words: str) -> str:
-    plan = plan_launch(SHIPPED, list(words), launcher=on, nodes=None, gpus_per_node=None, options=IMAGE)
-    return train_job(plan, []) if on == "kubeflow" else hub_job(plan, [], "8h")
+    return script(plan_launch(SHIPPED, list(words), launcher=on, options=IMAGE), "8h")
 
 
 def test_job_files_carry_the_credentials_names() -> None:
