@@ -127,22 +127,6 @@ def test_a_chunk_size_leaves_a_rest_in_both_counts() -> None:
     assert SUPERVISED % 8
 
 
-def test_frozen_head_gets_no_gradient_and_hidden_the_same_one() -> None:
-    hidden, weight, _, targets = inputs(torch.float32, bias=False)
-    _, gradients = reference(hidden, weight, None, targets)
-    (summed_cross_entropy(hidden, weight.detach(), targets) * 0.3).backward()
-    assert hidden.grad is not None
-    assert relative(hidden.grad, gradients[0]) < 1e-6
-
-
-def test_trained_head_under_frozen_hidden() -> None:
-    hidden, weight, _, targets = inputs(torch.float32, bias=False)
-    _, gradients = reference(hidden, weight, None, targets)
-    (summed_cross_entropy(hidden.detach(), weight, targets) * 0.3).backward()
-    assert weight.grad is not None
-    assert relative(weight.grad, gradients[1]) < 1e-6
-
-
 @pytest.mark.parametrize("indexed", [False, True], ids=["all positions", "supervised alone"])
 def test_nothing_learned_is_zero(indexed: bool) -> None:
     hidden, weight, _, targets = inputs(torch.float32, bias=False)
@@ -174,31 +158,6 @@ def test_autocast_multiplies_in_its_own_dtype(indexed: bool) -> None:
         assert torch.equal(ours.grad.bfloat16(), theirs.grad)
 
 
-def test_no_gradient_wanted_computes_none() -> None:
-    hidden, weight, _, targets = inputs(torch.float32, bias=False)
-    with torch.no_grad():
-        loss = summed_cross_entropy(hidden, weight, targets)
-    assert not loss.requires_grad
-    assert loss.item() == summed_cross_entropy(hidden, weight, targets).item()
-
-
-def test_all_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    largest = 0
-    linear = F.linear
-
-    def watched(*arguments: Tensor) -> Tensor:
-        nonlocal largest
-        logits = linear(*arguments)
-        largest = max(largest, logits.numel())
-        return logits
-
-    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocabulary: 10)
-    monkeypatch.setattr(loss_module.F, "linear", watched)
-    hidden, weight, _, targets = inputs(torch.float32, bias=False)
-    summed_cross_entropy(hidden, weight, targets).backward()
-    assert largest == VOCABULARY * 10
-
-
 def test_the_head_is_applied_to_what_is_learned_alone() -> None:
     hidden, weight, _, targets = inputs(torch.bfloat16, bias=False)  # torch's counter knows no product in place
     targets[1, 5:] = IGNORE
@@ -207,13 +166,6 @@ def test_the_head_is_applied_to_what_is_learned_alone() -> None:
         with FlopCounterMode(display=False) as counter:
             summed_cross_entropy(hidden, weight, targets, None, supervised).backward()
         assert counter.get_total_flops() == products * count
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "rows"), [(128_256, 512), (151_936, 256), (49_152, 1_280), (262_208, 256), (10**6, 256)]
-)
-def test_chunks_are_whole_tiles(vocabulary: int, rows: int) -> None:
-    assert chunk_rows(vocabulary) == rows
 
 
 def test_every_vocabulary_has_a_chunk_of_whole_tiles() -> None:

@@ -31,23 +31,13 @@ from finetune.model.optimizers.fused_update import (
 from finetune.model.optimizers.random_bits import hashed, key_of, multiplier_and_offset, random_bits
 from finetune.model.optimizers.rounded_adamw import ROUNDED_CHUNK, Range, RoundedAdamW
 from tests.support.runs.stepping import float32_recipe
+from tests.support.stand_ins.compiling import Counting
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 MOMENTS = "exp_avg", "exp_avg_sq"
 # One for a module that is too short to have a whole row, one with a rest, one of whole rows, a matrix.
 SHAPES = (5,), (100,), (64,), (33, 48)
-
-
-class Counting:
-    """A backend that runs graphs as they are traced and counts them."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: Any, _: Any) -> Any:
-        self.graphs += 1
-        return graph.forward
 
 
 @pytest.fixture(autouse=True)

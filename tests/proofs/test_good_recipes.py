@@ -24,8 +24,10 @@ from finetune.recipe.schema import Budget, Data, Recipe
 from finetune.recipe.sections.preferences import Dpo
 from finetune.recipe.strategy import read_strategy
 from finetune.recipe.strategy_fit import unfit
-from tests.support.memory.memory_arithmetic import GB, disk_bytes, host_bytes, host_bytes_at_save, parts
+from tests.support.memory.memory_arithmetic import GB, disk_bytes, host_bytes, host_bytes_at_save
 from tests.support.models.model_shapes import shape_of
+from tests.support.runs.recipe_plans import NAME
+from tests.support.runs.recipe_results import known
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -65,6 +67,11 @@ FAMILIES = {"llama3", "qwen3", "qwen3.5", "mistral", "smollm2", "smollm3", "gemm
 NO_SIZE = ("microsoft/phi-4",)  # in the model's name
 PUBLISHED = {"llama3_3b_lora_gsm8k_1x24gb", "llama3_1b_lora_tulu_1x24gb"}  # whose batch is that of a published result
 SPARE = 0.1  # of a GPU's memory, for fragmentation and what the arithmetic leaves out
+NEAR = 0.05  # the plan may need so much more than the header states
+STATED = re.compile(
+    r"about (?P<total>\d+) GB \(arithmetic\)(?: of (?P<budget>\d+))?.*?"
+    r"Parts in GB: (?P<parts>(?:[A-Za-z0-9, ]+ \d+\.\d)+)"
+)
 
 
 def test_every_recipe_is_seen() -> None:
@@ -185,31 +192,26 @@ class TestRecipe:
             assert recipe.training.mixed_precision == "fp16"
             assert (recipe.model.dtype, recipe.model.attention) == ("float16", "sdpa")
 
-    def test_fits_by_the_arithmetic_that_it_states(self, file: Path) -> None:
+    def test_states_what_fits_and_no_less_than_the_plan(self, file: Path) -> None:
         if file.stem == "quickstart":
             return  # measured: see its header
         recipe, header = recipe_of(file), header_of(file)
-        stated = re.search(r"about (\d+) GB \(arithmetic\)(?: of (\d+))?", header)
+        stated = STATED.search(header)
         assert stated is not None
-        sizes = parts(recipe)
-        expected = [f"{name} {size / GB:.1f}" for name, size in sizes.items() if size >= 0.05 * GB]
-        assert [part for part in expected if part not in header] == []
-        assert int(stated[1]) == round(sum(sizes.values()) / GB)
+        total = int(stated["total"])
+        assert sum(map(float, re.findall(r"\d+\.\d", stated["parts"]))) == pytest.approx(total, abs=0.8), "rounded"
+        assert total * GB >= (1 - NEAR) * known(NAME)[file.stem]["needed_bytes"]
         if recipe.budget.gpus:
-            assert stated[2] == f"{recipe.budget.gpu_memory_gb:g}"
-            assert sum(sizes.values()) / GB <= (1 - SPARE) * recipe.budget.gpu_memory_gb
+            assert stated["budget"] == f"{recipe.budget.gpu_memory_gb:g}"
+            assert total <= (1 - SPARE) * recipe.budget.gpu_memory_gb
+            # A budget that is half empty is that of another recipe. torch's allocator may cache as much again where
+            # every weight is trained under FSDP2 on long pairs.
+            least = 0.45 if recipe.preferences is not None and recipe.lora is None else 0.5
+            assert total >= least * recipe.budget.gpu_memory_gb
         for what, size in {"Host": host_bytes(recipe), "disk": disk_bytes(recipe)}.items():
             assert not size or f"{what}: about {size / GB:.0f} GB" in header
         if host_bytes_at_save(recipe) > host_bytes(recipe):
             assert f", {host_bytes_at_save(recipe) / GB:.0f} while a checkpoint is written" in header
-
-    def test_uses_its_budget(self, file: Path) -> None:
-        """A budget that is half empty is that of another recipe."""
-        recipe = recipe_of(file)
-        if recipe.budget.gpus:
-            # torch's allocator may cache as much again where every weight is trained under FSDP2 on long pairs.
-            least = 0.45 if recipe.preferences is not None and recipe.lora is None else 0.5
-            assert sum(parts(recipe).values()) / GB >= least * recipe.budget.gpu_memory_gb
 
     def test_a_step_is_of_about_32_thousand_tokens(self, file: Path) -> None:
         """More only where one micro-batch on every GPU is more: else some thousand rows are a handful of steps."""

@@ -13,11 +13,6 @@ FUSED = ("phi3",)  # q, k and v are one matrix, and so are gate and up
 ROUTED = ("num_experts", "num_local_experts")
 
 
-# Families whose norms, and whose gates, are written as Llama's.
-OWN_GATES = {"llama", "mistral", "qwen3"}
-OWN_NORMS = OWN_GATES | {"phi3", "qwen3_moe"}
-
-
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a decoder; counts are of weights. Norms, biases and convolutions but Llama's are left out."""
@@ -25,20 +20,16 @@ class Shape:
     hidden: int
     inner: int  # of one expert in a mixture
     layers: int
-    heads: int
     queries: int
     keys: int
     vocabulary: int
     tied: bool
     fused: bool = False
     experts: int = 0  # of a layer, 0 where it is no mixture
-    active: int = 1  # to which a token goes
     recurrent: int = 0  # layers of gated delta rules instead of attention
     recurrent_in: tuple[int, ...] = ()  # widths of such a layer's matrices from the stream
     recurrent_out: int = 0  # and of the one back to it
     gated: bool = False  # q is as wide again, for a gate
-    own_norms: bool = False  # computed by architecture/own_layers/norm_and_gate.py
-    own_gates: bool = False
 
     @property
     def _attention(self) -> tuple[tuple[int, int], ...]:
@@ -71,11 +62,6 @@ class Shape:
     def linear(self) -> int:
         """Of one layer's matrices, in the mean where layers differ."""
         return sum(inputs * outputs for inputs, outputs in self.all_matrices) // self.layers
-
-    @property
-    def expert_weights(self) -> int:
-        """Of one layer's experts."""
-        return self.experts * 3 * self.hidden * self.inner
 
     @property
     def layer(self) -> int:
@@ -118,17 +104,13 @@ def shape_of(recipe: Recipe) -> Shape:
         hidden=hidden,
         inner=config.get("moe_intermediate_size") or config["intermediate_size"],
         layers=config["num_hidden_layers"],
-        heads=heads,
         queries=heads * head_dim,
         keys=config["num_key_value_heads"] * head_dim,
         vocabulary=config["vocab_size"],
         tied=config["tie_word_embeddings"],
         fused=config["model_type"] in FUSED,
         experts=experts,
-        active=config["num_experts_per_tok"] if experts else 1,
         gated=bool(config.get("attn_output_gate")),
-        own_norms=config["model_type"] in OWN_NORMS,
-        own_gates=config["model_type"] in OWN_GATES,
         **_recurrent_layers(config),
     )
 
