@@ -1,7 +1,7 @@
 """Changed files of strangers, through what a user's verb reads them with: no traceback, no hang, no raw letter.
 
     python benchmarks/fuzz.py INPUT --minutes 5 --seed 1        (an input, several with commas between, or all)
-    python benchmarks/fuzz.py --again FOUND/config-1-17.yaml    (one finding again)
+    python benchmarks/fuzz.py --again FOUND/config-1-17.yaml    (one finding again, or tests/corpus/models.yaml::NAME)
 
 Inputs: recipe, rows, config, tokenizer, safetensors, index, manifests, metrics. A case is a valid file of this
 repository with one to three changes (tests/support/fuzzing/), read in a child with 10 s of processor time and 2 GiB of
@@ -40,7 +40,7 @@ import yaml
 from tests.support.fuzzing.inputs import INPUTS, case_of
 from tests.support.fuzzing.judged import Verdict, judged_apart
 from tests.support.models.tiny import save_tiny
-from tests.support.rows.corpus import read_case
+from tests.support.rows.cases import case_named
 from tests.support.rows.corpus_starts import make_starts
 
 SHOWN = 25  # ways to end, of an input
@@ -55,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=10**9, help="for each input, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--found", type=Path, default=Path("found"), help="folder for what is found")
-    parser.add_argument("--again", type=Path, help="a file of it")
+    parser.add_argument("--again", help="a file of it, or FILE::NAME of a file of cases")
     arguments = parser.parse_args(words)
     names = list(INPUTS) if arguments.inputs == "all" else arguments.inputs.split(",")
     if unknown := [name for name in names if name not in INPUTS]:
@@ -108,9 +108,9 @@ def write_found(folder: Path, name: str, case: Mapping[str, Any], verdict: Verdi
     return f"{path}: {verdict.problem}"
 
 
-def again(path: Path, folder: Path, starts: Mapping[str, Path]) -> int:
+def again(place: str, folder: Path, starts: Mapping[str, Path]) -> int:
     """One finding again; prints what came of it."""
-    (verdict,) = judged_apart([read_case(path)], folder / "case", starts)
+    (verdict,) = judged_apart([case_named(place)], folder / "case", starts)
     print(f"exit code {verdict.code}: {verdict.problem or 'nothing is wrong'}\n{verdict.text}")
     return int(bool(verdict.problem))
 

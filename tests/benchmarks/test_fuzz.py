@@ -15,7 +15,7 @@ import yaml
 from tests.support.fuzzing.inputs import INPUTS, case_of
 from tests.support.fuzzing.judged import Verdict, judged, judged_apart
 from tests.support.fuzzing.mutations import MOST_LETTERS, Raw, changed, dumped
-from tests.support.rows.corpus import read_case
+from tests.support.rows.cases import case_named
 from tests.support.rows.corpus_starts import make_starts
 
 # Tokenizers are looked at in a child, half a second each, and reports are drawn.
@@ -61,10 +61,10 @@ def test_a_finding_is_written_once_and_runs_again(
     case = case_of("config", 1, 0, starts) | {"do": "structure"}
     verdict = Verdict(None, "Traceback", "KeyError from model/build.py configuration")
     assert "KeyError" in write_found(tmp_path / "found", "config-1-0", case, verdict)
-    written = read_case(tmp_path / "found" / "config-1-0.yaml")
+    written = case_named(str(tmp_path / "found" / "config-1-0.yaml"))
     assert {key: written[key] for key in case} == yaml.safe_load(yaml.safe_dump(case))
     monkeypatch.setattr("benchmarks.fuzz.judged_apart", lambda cases, *_: [verdict for _ in cases])
-    assert again(tmp_path / "found" / "config-1-0.yaml", tmp_path, starts) == 1
+    assert again(str(tmp_path / "found" / "config-1-0.yaml"), tmp_path, starts) == 1
 
 
 def _with(act: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

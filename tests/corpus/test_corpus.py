@@ -6,15 +6,19 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finetune.output_stream import has_controls
-from tests.support.rows.corpus import SECONDS, lay_out, outcome_of, processor_seconds, read_case
+from tests.support.rows.cases import cases_in
+from tests.support.rows.corpus import SECONDS, lay_out, outcome_of, processor_seconds
 from tests.support.rows.corpus_starts import make_starts
 
 FOLDER = Path(__file__).resolve().parent
-CASES = sorted(FOLDER.glob("*/*.yaml"))
+CASES = [
+    (f"{file.stem}-{name}", case) for file in sorted(FOLDER.glob("*.yaml")) for name, case in cases_in(file).items()
+]
 LONGEST_LINE = 700
 LIBRARY_WORDS = ("Traceback", "site-packages", "Input should be", "panicked at")
 # The numbers of the failures that cases are examples of; those of training alone have tests of their own.
@@ -28,18 +32,22 @@ def starts(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> dict[s
 
 def test_every_case_is_seen() -> None:
     assert len(CASES) >= 150
-    counted = Counter(read_case(case)["class"] for case in CASES)
+    counted = Counter(case["class"] for _, case in CASES)
     assert counted.keys() == CLASSES
     assert min(counted.values()) >= 5, counted
 
 
 @pytest.mark.sample(25, thorough=40)
-@pytest.mark.parametrize("path", CASES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES])
 @pytest.mark.filterwarnings("ignore")
 def test_case(
-    path: Path, tmp_path: Path, starts: dict[str, Path], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    case: dict[str, Any],
+    tmp_path: Path,
+    starts: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
-    case, folder = read_case(path), tmp_path / "case"
+    folder = tmp_path / "case"
     folder.mkdir()
     monkeypatch.setenv(
         "FINETUNE_CACHE", str(request.getfixturevalue("tmp_path_factory").getbasetemp() / "corpus-cache")

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from finetune.cli.main import app
+from tests.support.rows.cases import cases_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "SECURITY.md").read_text("utf-8")
@@ -32,6 +33,8 @@ def is_there(name: str) -> bool:
     """Whether a named test, or a case of the corpus, or a file of tests, is there."""
     file, _, test = name.partition("::")
     path = ROOT / file
+    if path.suffix == ".yaml":
+        return path.is_file() and test in cases_in(path)
     return path.is_file() and (not test or test in names_in(path))
 
 

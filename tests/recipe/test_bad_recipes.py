@@ -1,6 +1,6 @@
-"""Every recipe in bad_recipes/ is refused: exit code 2, each mistake at its place, nothing of the libraries' wording.
+"""Every recipe in bad_recipes.yaml is refused: exit code 2, each mistake at its place, no wording of a library's.
 
-A new case is one file. Its first lines are comments:
+A case is a name and the recipe's text, or {bytes: ...}, one letter a byte, for what YAML cannot hold. Its first lines:
   # expect: TEXT       once or more: to be found in the messages, which begin after the file's name with :LINE:COLUMN:
   # mistakes: N        at most N messages; 1 without this line: a mistake must not draw others after it
   # args: key=value    overrides, as typed in a shell
@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.main import main
+from tests.support.rows.cases import cases_in
 
-FOLDER = Path(__file__).resolve().parent / "bad_recipes"
-CASES = sorted(FOLDER.iterdir())
+CASES = cases_in(Path(__file__).resolve().parent / "bad_recipes.yaml")
 LIBRARY_WORDS = ("Input should be", "validation error", "EvalFraction", "ModelSection", "pydantic", "yaml.scanner")
 
 
@@ -31,10 +31,16 @@ class Header:
     overrides: list[str]
 
 
-def read_header(case: Path) -> Header:
-    """The comments that a case begins with; bytes, since some cases are not UTF-8 on purpose."""
+def content_of(name: str) -> bytes:
+    """The recipe's bytes; some are not UTF-8 on purpose."""
+    case = CASES[name]
+    return case.encode() if isinstance(case, str) else case["bytes"].encode("latin-1")
+
+
+def read_header(content: bytes) -> Header:
+    """The comments that a case begins with."""
     header = Header([], 1, [])
-    for line in case.read_bytes().split(b"\n"):
+    for line in content.split(b"\n"):
         key, _, value = line.removeprefix(b"# ").decode("utf-8", "replace").partition(": ")
         if not line.startswith(b"# ") or key not in ("expect", "mistakes", "args"):
             break
@@ -66,22 +72,23 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[st
 
 def test_every_case_is_seen() -> None:
     assert len(CASES) >= 250
-    assert {case.suffix for case in CASES} == {".yaml"}
 
 
 @pytest.mark.sample(120)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
+@pytest.mark.parametrize("name", CASES)
 def test_is_refused(
-    case: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    header = read_header(case)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    recipe, header = tmp_path / f"{name}.yaml", read_header(content_of(name))
+    recipe.write_bytes(content_of(name))
     assert header.expected, "a case says what it expects"
-    heads = refused([str(case), *header.overrides], capsys)
+    heads = refused([str(recipe), *header.overrides], capsys)
     printed = "\n".join(heads)
     assert not [text for text in header.expected if text not in printed], printed
     assert len(heads) <= header.mistakes, printed
-    assert not list(tmp_path.iterdir()), "check leaves nothing behind"
+    assert not list((tmp_path / "here").iterdir()), "check leaves nothing behind"
 
 
 @pytest.mark.parametrize(

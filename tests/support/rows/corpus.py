@@ -1,6 +1,6 @@
 """The corpus of strangers' files: a case's folder as its page says, and what this program makes of it.
 
-A case is one YAML file of tests/corpus/. Keys:
+A case has a name in one of the YAML files of tests/corpus/, one file a kind. Keys:
   class     the number of the failure in the list of faults that it is an example or a neighbour of
   do        what reads it: a name of ACTS
   start     what the folder holds before: a name of make_starts (tests/support/rows/corpus_starts.py); else nothing
@@ -30,8 +30,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.support.runs.recipes import merged, tiny_lora
 
 SECONDS = 10  # of processor time, of any case and its children
@@ -45,10 +43,6 @@ class Outcome:
 
     code: int
     text: str
-
-
-def read_case(path: Path) -> dict[str, Any]:
-    return dict(yaml.safe_load(path.read_text("utf-8")))
 
 
 def lay_out(case: Mapping[str, Any], folder: Path, starts: Mapping[str, Path]) -> None:
