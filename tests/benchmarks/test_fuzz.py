@@ -22,6 +22,8 @@ from tests.support.rows.corpus_starts import make_starts
 CASES = {"recipe": 25, "rows": 20, "config": 10, "tokenizer": 4, "safetensors": 20, "index": 20, "manifests": 25}
 SEED = 7
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> dict[str, Path]:
@@ -65,6 +67,15 @@ def test_a_finding_is_written_once_and_runs_again(
     assert {key: written[key] for key in case} == yaml.safe_load(yaml.safe_dump(case))
     monkeypatch.setattr("benchmarks.fuzz.judged_apart", lambda cases, *_: [verdict for _ in cases])
     assert again(str(tmp_path / "found" / "config-1-0.yaml"), tmp_path, starts) == 1
+
+
+def test_a_case_of_the_corpus_runs_again(
+    starts: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.fuzz import again
+
+    assert again(f"{ROOT}/tests/corpus/models.yaml::index_pickle", tmp_path, starts) == 0
+    assert "weight_map names 'p.bin'" in capsys.readouterr().out
 
 
 def _with(act: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def judged(case: Mapping[str, Any], folder: Path, starts: Mapping[str, Path]) ->
     finally:
         os.chdir(before)
     text = outcome.text.replace(str(folder), "FOLDER")
-    return Verdict(outcome.code, text, _problem(outcome.code, text, re.compile(case["place"])))
+    return Verdict(outcome.code, text, _problem(outcome.code, text, re.compile(case.get("place", ""))))
 
 
 def _problem(code: int, text: str, place: Place) -> str:
