@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_arithmetic, gpu_checks, gpu_peer, gpu_profile, gpu_recipes, gpu_wheels
+from benchmarks import gpu, gpu_checks, gpu_peer, gpu_profile, gpu_recipes
 from benchmarks.gpu_proofs import ProofBench, ProofMachine, plan_proofs
 from finetune.preflight import sample_texts, train_tokenizer
 from finetune.probe.compare import LossAndGradients
@@ -181,52 +181,6 @@ def test_the_rival_packs_whole_documents() -> None:
 
 
 # ---- arithmetic
-
-
-def runs_of(record: str) -> dict[str, tuple[gpu_arithmetic.Card, gpu_arithmetic.Run, Any]]:
-    content = json.loads((gpu.ROOT / "benchmarks" / "results" / f"{record}.json").read_text("utf-8"))
-    return {name: (card, run, row) for name, card, run, row in gpu_arithmetic.cards_and_runs(content)}
-
-
-def test_arithmetic_explains_what_8b_took() -> None:
-    """1B is not explained: what its other half is, a profile will say."""
-    shares = {}
-    for record in ("gpu", "gpu_h100"):
-        for name, (card, run, row) in runs_of(record).items():
-            fused = bool((row["receipt"].get("optimizer_update") or {}).get("fused"))
-            counts = gpu_arithmetic.Counts("", fused_update=fused)
-            parts = gpu_arithmetic.micro_batch(run, card, counts)
-            shares[name] = sum(parts.values()) / (1e3 * row["step_seconds"] / run.micro_steps)
-    eight = {name: share for name, share in shares.items() if "_8b_" in name}
-    assert len(eight) >= 3
-    assert all(0.85 < share < 1.02 for share in eight.values()), shares
-
-
-def test_arithmetic_counts_a_llamas_weights_and_operations() -> None:
-    shape = gpu_arithmetic.Shape.of(recipe_of(LORA))
-    assert shape.weights == 8_030_261_248
-    run = gpu_arithmetic.Run(shape, False, False, True, 1000, 1000, 8)
-    card = gpu_arithmetic.Card("one", 1e15, 1e12)
-    plain = gpu_arithmetic.Rates(product_share=1.0, attention=1e15)
-    parts = gpu_arithmetic.micro_batch(run, card, gpu_arithmetic.TODAY, plain)
-    # A frozen weight costs a token 2 operations forward, and 2 for the input's gradient.
-    layers = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
-    assert parts["large products"] == pytest.approx(1e3 * 4 * layers * 1000 / 1e15)
-    # A causal head of 128 multiplies half of 1,000 x 1,000 places twice, and 3.5 times so with backward.
-    assert parts["attention"] == pytest.approx(1e3 * 3.5 * 32 * 32 * 2 * (2 * 1000 * 1000 * 128 / 2) / 1e15)
-    assert parts["adapters' products"] == pytest.approx(1e3 * 32 * 35 * 20e-6)
-
-
-def test_arithmetic_prints_each_recipe_and_the_decode_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_arithmetic.main([]) == 0
-    said = capsys.readouterr().out
-    for name in (*runs_of("gpu"), *runs_of("gpu_h100")):
-        assert f"\n{name} on NVIDIA" in said
-    assert "measured: 234.3 ms, 14,326 tokens a second" in said
-    assert "decode steps of 1,000 prompts" in said
-
-
-# ---- the minutes, the order, what is written: with steps that take no time
 
 
 class Clock:
@@ -828,106 +782,6 @@ def test_proofs_run_side_by_side_and_wait_for_what_they_are_of(tmp_path: Path, m
     written = {line["name"]: line for line in map(json.loads, lines.file.read_text("utf-8").splitlines())}
     assert written["bf16"]["log"] == "why"
     assert "log" not in written["float32"]
-
-
-# ---- wheels
-
-
-def wheels(name: str, **sizes: float) -> gpu_wheels.WheelSet:
-    return gpu_wheels.WheelSet(name, {file: int(mib * gpu_wheels.MIB) for file, mib in sizes.items()})
-
-
-def wheel(name: str, tag: str = "py3-none-any", version: str = "1.0") -> str:
-    return f"{name.replace('-', '_')}-{version}-{tag}.whl"
-
-
-LINUX = "manylinux_2_17_x86_64.manylinux2014_x86_64"
-PYDANTIC = wheels("pydantic", **{wheel("pydantic"): 0.5, wheel("pydantic_core", f"cp312-cp312-{LINUX}"): 2.2})
-BITSANDBYTES = wheels("bitsandbytes", **{wheel("bitsandbytes", "py3-none-manylinux_2_24_x86_64"): 41.1})
-
-TOO_LARGE = {"pydantic": 62.2, "bitsandbytes": 100.6}
-
-
-@pytest.mark.parametrize(
-    ("tree", "names", "why"),
-    [
-        (7.6, ["pydantic", "bitsandbytes"], {}),
-        (18.0, ["pydantic", "bitsandbytes"], {}),
-        (18.3, ["pydantic"], {"bitsandbytes": "62.1 MiB with it, 62.0 may travel"}),
-        (59.0, ["pydantic"], {"bitsandbytes": "102.8 MiB with it, 62.0 may travel"}),
-        (
-            59.5,
-            [],
-            {"pydantic": "62.2 MiB with it, 62.0 may travel", "bitsandbytes": "100.6 MiB with it, 62.0 may travel"},
-        ),
-    ],
-)
-def test_wheels_and_tree_stay_under_the_limit(tree: float, names: list[str], why: dict[str, str]) -> None:
-    taken, left_out = gpu_wheels.plan(
-        [PYDANTIC, BITSANDBYTES], tree=int(tree * gpu_wheels.MIB), limit=62 * gpu_wheels.MIB
-    )
-    assert ([each.name for each in taken], left_out) == (names, why)
-
-
-@pytest.mark.parametrize(
-    ("tag", "taken"),
-    [
-        (f"cp312-cp312-{LINUX}", True),
-        ("cp312-cp312-manylinux_2_39_x86_64", True),
-        ("cp39-abi3-manylinux2014_x86_64", True),
-        ("py2.py3-none-any", True),
-        ("py3-none-manylinux_2_24_x86_64", True),
-        (f"cp311-cp311-{LINUX}", False),
-        (f"cp313-cp313-{LINUX}", False),
-        ("cp312-cp312-manylinux_2_40_x86_64", False),
-        ("cp312-cp312-manylinux2014_aarch64", False),
-        ("cp312-cp312-macosx_11_0_arm64", False),
-        ("cp312-cp312-musllinux_1_2_x86_64", False),
-        (f"cp312-cp312t-{LINUX}", False),
-    ],
-)
-def test_wheels_are_for_the_other_machines_python(tag: str, taken: bool) -> None:
-    found, left_out = gpu_wheels.plan([wheels("one", **{wheel("one", tag): 1.0})], tree=0, limit=62 << 20)
-    assert bool(found) is taken
-    assert not taken or not left_out
-
-
-def test_a_second_version_of_a_package_is_not_taken() -> None:
-    """pip installs neither then."""
-    other = wheels("other", **{wheel("pydantic", version="2.0"): 1.0, wheel("other"): 1.0})
-    taken, left_out = gpu_wheels.plan([PYDANTIC, other], tree=0, limit=62 << 20)
-    assert (taken, left_out) == (
-        [PYDANTIC],
-        {"other": "pydantic-2.0-py3-none-any.whl would be a second version of a package"},
-    )
-
-
-@pytest.mark.parametrize(("missing", "code"), [(None, 0), ("bitsandbytes", 3), ("pydantic", 1)])
-def test_the_folder_has_the_wheels_that_were_taken(missing: str | None, code: int, tmp_path: Path) -> None:
-    def fetch(name: str, folder: Path, *, needs: bool) -> gpu_wheels.WheelSet:
-        assert needs is (name == "pydantic")
-        folder.mkdir()
-        if name == missing:
-            return gpu_wheels.WheelSet(name, {})
-        (folder / wheel(name)).write_bytes(b"12345")
-        return gpu_wheels.WheelSet(name, {wheel(name): 5})
-
-    (tmp_path / wheel("of_before")).write_bytes(b"")
-    assert gpu_wheels.main([str(tmp_path)], fetch) == code
-    there = {file.name for file in tmp_path.iterdir()}
-    assert there == {wheel(name) for name in ("pydantic", "liger-kernel", "bitsandbytes") if name != missing}
-
-
-def test_the_tree_is_what_git_does_not_ignore(tmp_path: Path) -> None:
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    (tmp_path / ".gitignore").write_text("wheels/\n")
-    (tmp_path / "untracked").write_bytes(b"x" * 1000)
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / "big").write_bytes(b"x" * 5000)
-    assert gpu_wheels.tree_bytes(tmp_path) == 1000 + len("wheels/\n")
-
-
-# ---- on small models
 
 
 @pytest.mark.slow
