@@ -1,8 +1,8 @@
-"""Before you pay: rehearse a recipe, compare strategies, examine this machine and prove its GPUs.
+"""Before you pay: rehearse a recipe, compare settings, examine this machine and prove its GPUs.
 
     report = rehearse(recipe, words, log=print)           the whole run, small, on the CPU
-    comparison = plan_comparison(recipe, words, rows_of_options([], "ddp,fsdp2"), ...)
-    result = run_and_report(comparison, quiet=False)      the same steps under each strategy
+    comparison = plan_comparison(recipe, words, settings_of_rows(["accelerate_config=ddp,fsdp2"]), ...)
+    result = run_and_report(comparison, quiet=False)      the same steps in each setting
     findings = list(examine_machine())                    libraries, devices, disk, token
     facts = fetch(loaded, folder, print)                  model, tokenizer and data, for a machine without a network
     report = prove_gpus(print)                            small trainings beside the CPU's curve
@@ -19,9 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finetune.preflight.compare_report import draw, run_and_report
-    from finetune.preflight.compare_rows import AskedRow, rows_of_options
-    from finetune.preflight.comparison import Comparison, compare, plan_comparison
+    from finetune.preflight.comparison import Comparison, compare, plan_comparison, run_and_report, settings_of_rows
     from finetune.preflight.disk import free_bytes
     from finetune.preflight.doctor import Finding, as_text, examine_machine
     from finetune.preflight.fetching import fetch
@@ -51,9 +49,7 @@ if TYPE_CHECKING:
 _NAMES = {
     # The commands.
     "rehearsal": ("checklist_printer", "rehearse"),
-    "compare_rows": ("AskedRow", "rows_of_options"),
-    "comparison": ("Comparison", "compare", "plan_comparison"),
-    "compare_report": ("draw", "run_and_report"),
+    "comparison": ("Comparison", "compare", "plan_comparison", "run_and_report", "settings_of_rows"),
     "fetching": ("fetch",),
     "prove": ("proof_lines", "prove_import"),
     "doctor": ("Finding", "as_text", "examine_machine"),
@@ -70,7 +66,6 @@ _NAMES = {
 
 __all__ = [
     "END_TOKENS",
-    "AskedRow",
     "Comparison",
     "Finding",
     "Proof",
@@ -82,7 +77,6 @@ __all__ = [
     "as_text",
     "checklist_printer",
     "compare",
-    "draw",
     "ended_by_signals",
     "examine_machine",
     "failure_reason",
@@ -96,9 +90,9 @@ __all__ = [
     "prove_gpus",
     "prove_import",
     "rehearse",
-    "rows_of_options",
     "run_and_report",
     "sample_texts",
+    "settings_of_rows",
     "shrink_model",
     "started",
     "train_tokenizer",
