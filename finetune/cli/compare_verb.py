@@ -25,15 +25,10 @@ def compare(
         list[str] | None,
         typer.Option(metavar="KEY=A,B", help="Vary any recipe key; repeated: the product.", show_default=False),
     ] = None,
-    seeds: Annotated[
-        int, typer.Option(min=1, max=20, help="Run each row with so many seeds; shows mean and spread.")
-    ] = 1,
+    seeds: Annotated[int, typer.Option(min=1, max=20, help="Seeds of each setting; shows mean and spread.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each.")] = 20,
     folder: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", parser=user_path, help="Output folder; next to the run folder.", show_default=False
-        ),
+        Path | None, typer.Option("-o", "--output", parser=user_path, help="Output folder.", show_default=False)
     ] = None,
     strategies: Gone = None,
     array: Gone = None,

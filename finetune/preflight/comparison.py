@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,13 @@ from finetune.recipe.strategy import strategy_of
 from finetune.report.pictures import Chart, Series, save_png
 from finetune.run_folder.facts import read_state
 from finetune.untrusted.json_files import read_object
-from finetune.wording import counted
 
-SEED_KEY = "training.seed"
 MOST_ROWS = 200  # each is a training of its own
 EVALUATIONS = 6  # of each row
+NOT_VARIED = {
+    "strategy": "is no recipe key; write --vary accelerate_config=zero2,zero3,fsdp2",
+    "output_dir": "each row has its own; name the comparison's folder by -o",
+}
 REWARDS = ("reward_accuracy", "reward_margin", "kl_by_token", "kl", "logp_chosen_by_token", "logps_chosen")
 # A comparison sets these for every job. A recipe's own are overridden; the command line may not name them.
 JOB_SETTINGS = {
@@ -70,17 +71,10 @@ class ComparedRow:
 
     name: str
     settings: Settings
+    folder: Path  # of its run
+    log: Path
     words: tuple[str, ...]  # of its job's command line, after the recipe
     loaded: LoadedRecipe  # as its job reads it
-
-    @property
-    def folder(self) -> Path:
-        """Its run's."""
-        return Path(self.loaded.recipe.run_dir)
-
-    @property
-    def log(self) -> Path:
-        return self.folder.with_name(f"{self.folder.name}.log")
 
 
 @dataclass(frozen=True)
@@ -105,20 +99,17 @@ class Comparison:
 
 
 def settings_of_rows(vary: Sequence[str], seeds: int = 1) -> dict[str, Settings]:
-    """Each row's name and settings: the product of all `KEY=A,B`, and of the seeds 1 to `seeds` if there are several.
-
-    Raises FinetuneError.
-    """
+    """Each row's name and settings: the product of all `KEY=A,B` and of several seeds. Raises FinetuneError."""
     axes: dict[str, list[str]] = {}
-    for word in [*vary, *[f"{SEED_KEY}={','.join(map(str, range(1, seeds + 1)))}"] * (seeds > 1)]:
+    for word in [*vary, *[f"training.seed={','.join(map(str, range(1, seeds + 1)))}"] * (seeds > 1)]:
         key, _, text = (part.strip() for part in word.partition("="))
         # A comma within brackets or quotes belongs to its value.
         found = re.findall(r"(?:\{.*?\}|\[.*?\]|\".*?\"|'.*?'|[^,])+", text)
         values = list(dict.fromkeys(value.strip() for value in found if value.strip()))
         if not key or not values or key in axes:
             raise FinetuneError(f"--vary: {word}: write each key once, as training.learning_rate=1e-4,5e-4")
-        if key == "strategy":
-            raise FinetuneError(f"--vary: strategy: is no recipe key; write --vary accelerate_config={text}")
+        if key in NOT_VARIED:
+            raise FinetuneError(f"--vary: {key}: {NOT_VARIED[key]}")
         axes[key] = values
     count = math.prod(map(len, axes.values()))
     if not axes or count > MOST_ROWS:
@@ -133,11 +124,7 @@ def settings_of_rows(vary: Sequence[str], seeds: int = 1) -> dict[str, Settings]
 def plan_comparison(
     recipe: Path, overrides: Sequence[str], asked: Mapping[str, Settings], *, steps: int, folder: Path | None
 ) -> Comparison:
-    """Read every row's recipe and look at the folder before anything runs. Raises RecipeError, FinetuneError.
-
-    Args:
-        asked: Each row's name and the settings by which it differs from the recipe.
-    """
+    """Read the recipe of every row, by name and settings, before anything runs. Raises RecipeError, FinetuneError."""
     run_dir = Path(load_recipe(recipe, overrides).recipe.run_dir)
     folder = folder or run_dir.with_name(f"{run_dir.name}_compare")
     if folder.exists() and any(folder.iterdir()) and not (folder / "compare.json").is_file():
@@ -145,25 +132,25 @@ def plan_comparison(
     rows = []
     for number, (name, settings) in enumerate(asked.items(), 1):
         words = [*overrides, *(f"{key}={value}" for key, value in settings.items())]
+        job = folder / "jobs" / f"{number:03d}_{re.sub('[^A-Za-z0-9_-]+', '_', name)[:60]}"
         try:
-            own = _own_settings(load_recipe(recipe, words), steps, vary_place="output_dir" in settings)
-            own["output_dir"] = folder / "jobs" / f"{number:03d}_{re.sub('[^A-Za-z0-9_-]+', '_', name)[:60]}"
-            words += [f"{key}={value}" for key, value in own.items()]
+            own = _own_settings(load_recipe(recipe, words), steps)
+            words += [f"{key}={value}" for key, value in own.items()] + [f"output_dir={job}"]
             loaded = load_recipe(recipe, words)
             strategy_of(loaded.recipe)
         except RecipeError as error:
             raise RecipeError([f"{name}: {mistake}" for mistake in error.mistakes]) from None
-        rows.append(ComparedRow(name, settings, tuple(words), loaded))
+        rows.append(ComparedRow(name, settings, job, job.with_suffix(".log"), tuple(words), loaded))
     return Comparison(recipe, tuple(overrides), tuple(rows), steps, folder)
 
 
-def _own_settings(row: LoadedRecipe, steps: int, *, vary_place: bool) -> dict[str, object]:
+def _own_settings(row: LoadedRecipe, steps: int) -> dict[str, object]:
     """A comparison's settings of a job. The schedule is fitted into the steps. Raises FinetuneError."""
     own: dict[str, object] = {"training.max_steps": steps, "save_steps": steps, **JOB_SETTINGS}
     own["eval_steps"] = max(1, steps // EVALUATIONS)
-    for key in (*own, "training.num_train_epochs", *["output_dir"] * vary_place):
+    for key in (*own, "training.num_train_epochs"):
         if row.origins.get(key) == COMMAND_LINE:
-            remedy = "leave it out; --steps names the steps, -o the folder"
+            remedy = "leave it out; --steps names the steps"
             raise FinetuneError(f"{COMMAND_LINE}: {key}: is the same in every row of a comparison; {remedy}")
     training = row.recipe.training
     if (training.warmup_steps or 0) > steps:
@@ -281,7 +268,6 @@ def _write(comparison: Comparison, rows: Sequence[Row]) -> dict[str, Any]:
         "varied": list(dict.fromkeys(key for row in comparison.rows for key in row.settings)),
         "device": next((row["device"] for row in rows if row["ok"]), None),
         "steps": comparison.steps,
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": list(rows),
         "ranking": ranking(rows, comparison.ranked_by),
         "ranked_by": comparison.ranked_by,
@@ -392,5 +378,4 @@ def draw(result: dict[str, Any], file: Path) -> None:
         curves = [points_of(row, result["ranked_by"]) if held_out else enumerate(row["losses"], 1) for row in seeds]
         points = [(at[0][0], statistics.fmean(value for _, value in at)) for at in zip(*curves, strict=False)]
         series.append(Series(f"{entry['name']}: {entry['best']:.4f}", points))
-    title = f"{Path(result['recipe']).stem}: {_ranked_figure(result)}, {counted(result['steps'], 'step')}"
-    save_png(Chart(title, series), file)
+    save_png(Chart(f"{Path(result['recipe']).stem}: {_ranked_figure(result)}", series), file)
