@@ -343,7 +343,12 @@ for name, verb in VERBS.items():
 
 
 # Verbs, and options of verbs, that went -> what to write instead.
+_OWN_JOBS = "in a job array of your own, run finetune train RECIPE KEY=VALUE output_dir=DIR for each setting"
 _REMOVED = {
+    ("compare", "--strategies"): "write --vary accelerate_config=zero2,fsdp2",
+    ("compare", "--array"): _OWN_JOBS,
+    ("compare", "--only"): _OWN_JOBS,
+    ("compare", "--processes"): "the recipe's budget says it: budget.gpus=N; on a CPU its strategy does",
     ("doctor", "--gpu"): "in a checkout: python benchmarks/gpu.py proofs",
     ("fetch", ""): "finetune check RECIPE prints the lines of `hf download` that bring model and data",
     ("import", "--prove"): "docs/parity.md compares this kit's steps with other tools'; import without it",

@@ -8,11 +8,9 @@ inside a container.
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from finetune.errors import EnvironmentMismatch
-from finetune.output_stream import printable
 
 # Only srun sets these. A batch script has SLURM_PROCID=0 as well, without being one of the step's tasks.
 _STEP_VARIABLES = (
@@ -145,37 +143,3 @@ def _tasks_of_node(environment: Mapping[str, str], tasks: int, node: int, nodes:
     if node < len(counts):
         return counts[node]
     return -(-tasks // max(1, nodes))
-
-
-def array_script(command: Sequence[str], name: str, rows: Sequence[str], gpus: int) -> str:
-    """The script of `finetune compare --array`: a job for each row.
-
-    Args:
-        command: The comparison's, without --array.
-        name: Of the job.
-        rows: The rows' names, which have no line breaks.
-        gpus: Of each job; 0: the CPU.
-    """
-    settings: dict[str, object] = {
-        "job-name": re.sub(r"[^\w.-]", "-", name),
-        "array": f"1-{len(rows)}",
-        "nodes": 1,
-        "ntasks": 1,
-        "cpus-per-task": _CORES_PER_RANK * max(1, gpus),
-        "time": "24:00:00",
-        "output": "%x-%A_%a.log",
-    }
-    if gpus:
-        settings["gpus-per-node"] = gpus
-    lines = [
-        "#!/bin/bash",
-        f"# Made by: {printable(shlex.join(command))}",
-        "# Submit with the Python environment active: sbatch THIS_FILE",
-        "# Each job writes compare.json and compare.png with what has finished. Submitted again, it runs what has not.",
-        "# Yours to set: time, cpus-per-task, and what your site asks for, as --partition; %4 behind array: 4 at once.",
-        *(f"# {number}: {row}" for number, row in enumerate(rows, 1)),
-        *(f"#SBATCH --{key}={value}" for key, value in settings.items()),
-        "",
-        f'exec {shlex.join(command)} --only "$SLURM_ARRAY_TASK_ID"',
-    ]
-    return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
 """Before you pay: rehearse a recipe, compare settings, examine this machine.
 
     report = rehearse(recipe, words, log=print)           the whole run, small, on the CPU
-    comparison = plan_comparison(recipe, words, rows_of_options([], "ddp,fsdp2"), ...)
-    result = run_and_report(comparison, quiet=False)      the same steps under each strategy
+    comparison = plan_comparison(recipe, words, settings_of_rows(["accelerate_config=ddp,fsdp2"]), ...)
+    result = run_and_report(comparison, quiet=False)      the same steps in each setting
     findings = list(examine_machine())                    libraries, devices, disk, token
 
 Other packages import only this module. It imports nothing before a name is asked for.
@@ -16,9 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finetune.preflight.compare_report import draw, run_and_report
-    from finetune.preflight.compare_rows import AskedRow, rows_of_options
-    from finetune.preflight.comparison import Comparison, compare, plan_comparison
+    from finetune.preflight.comparison import Comparison, compare, plan_comparison, run_and_report, settings_of_rows
     from finetune.preflight.disk import free_bytes
     from finetune.preflight.doctor import Finding, as_text, examine_machine
     from finetune.preflight.job import (
@@ -40,9 +38,7 @@ if TYPE_CHECKING:
 _NAMES = {
     # The commands.
     "rehearsal": ("checklist_printer", "rehearse"),
-    "compare_rows": ("AskedRow", "rows_of_options"),
-    "comparison": ("Comparison", "compare", "plan_comparison"),
-    "compare_report": ("draw", "run_and_report"),
+    "comparison": ("Comparison", "compare", "plan_comparison", "run_and_report", "settings_of_rows"),
     "doctor": ("Finding", "as_text", "examine_machine"),
     # For lectures and benchmarks: a training as a job of its own, a small model with a tokenizer of the rows.
     "job": (
@@ -56,7 +52,6 @@ _NAMES = {
 __all__ = [
     "BUILT_IN",
     "END_TOKENS",
-    "AskedRow",
     "Comparison",
     "Finding",
     "Shrunk",
@@ -65,7 +60,6 @@ __all__ = [
     "as_text",
     "checklist_printer",
     "compare",
-    "draw",
     "ended_by_signals",
     "examine_machine",
     "failure_reason",
@@ -74,9 +68,9 @@ __all__ = [
     "plan_comparison",
     "rehearse",
     "relative_difference",
-    "rows_of_options",
     "run_and_report",
     "sample_texts",
+    "settings_of_rows",
     "shrink_model",
     "started",
     "train_lines",

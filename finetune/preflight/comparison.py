@@ -1,317 +1,231 @@
-"""`finetune compare`: the same steps of one recipe, varied row by row, each row as its own job.
+"""`finetune compare`: one loop around `finetune train`, over settings of a recipe.
 
-A row that fails, or that this machine refuses, keeps its reason. Trained weights are deleted; figures and logs stay.
-The tasks of a job array share the folder: each runs one row, and gathers what all of them have finished.
+A row that fails, or that this machine refuses, keeps its reason. A row whose run folder says that it finished, with the
+same recipe, base and data, is not run again. Trained weights are deleted; metrics and logs stay.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
+import math
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 
 from finetune.data.sources import resolve
-from finetune.errors import DataError, FinetuneError
-from finetune.files import exclusive, read_lines, remove_folder, write_json
-from finetune.launch.local_ranks import check_rank_count
+from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
+from finetune.files import read_lines, remove_folder, write_json
 from finetune.launch.with_parent import with_parent
 from finetune.measure.units import PHASES
 from finetune.model.base_identity import base_identity, is_same_base, recorded_base
-from finetune.paths import TRAIN_SCRIPT
-from finetune.preflight.compare_rows import SEED_KEY, AskedRow, ComparedRow, check_compared
+from finetune.output_stream import rich_console
 from finetune.preflight.job import failure_reason
-from finetune.recipe.loader import load_recipe
+from finetune.recipe.loader import COMMAND_LINE, load_recipe, recipe_from_resolved
+from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION
+from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.sections.preferences import too_far
-from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
+from finetune.recipe.strategy import strategy_of
+from finetune.report.pictures import Chart, Series, save_png
+from finetune.run_folder.facts import read_state
 from finetune.untrusted.json_files import read_object
-from finetune.wording import counted
 
-MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
-# Largest relative difference of final losses, by the format of the computation. Another order of summation over 20
-# steps of float32 stays below the first. One rounding is 0.4 % in bf16, 0.05 % in fp16.
-LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
-
-Measure = Literal[
-    "loss", "reward_accuracy", "reward_margin", "kl_by_token", "kl", "logp_chosen_by_token", "logps_chosen"
-]
-MEASURES: tuple[Measure, ...] = get_args(Measure)
-COMPARED_REWARDS = MEASURES[1:]
-EVALUATIONS = 6  # of each row, where rows learn differently
-LARGEST_RESULT = 64 * 2**20  # of compare.json
-_ROW_FILE = "row.json"  # in its job's folder, of a row that a job array ran
-_LOCK = ".compare.lock"
+MOST_ROWS = 200  # each is a training of its own
+EVALUATIONS = 6  # of each row
+NOT_VARIED = {
+    "strategy": "is no recipe key; write --vary accelerate_config=zero2,zero3,fsdp2",
+    "output_dir": "each row has its own; name the comparison's folder by -o",
+}
+REWARDS = ("reward_accuracy", "reward_margin", "kl_by_token", "kl", "logp_chosen_by_token", "logps_chosen")
+# A comparison sets these for every job. A recipe's own are overridden; the command line may not name them.
+JOB_SETTINGS = {
+    "training.early_stopping_patience": "null",
+    "training.load_best_model_at_end": "false",
+    "training.resume": "never",
+    "logging_steps": "1",
+    "measure_phases": "true",
+    "samples.count": "0",
+    "samples.prompts": "null",
+    "hub.push": "false",
+    "hub.checkpoints": "null",
+    "run.storage": "null",
+    "run.stop_after": "null",
+}
 
 Row = dict[str, Any]
-StepCallback = Callable[[str, int | None], None]  # a row's name and its finished steps; None: it ended
+Settings = Mapping[str, str]  # dotted key -> value, as on a command line
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """A row whose recipe was read and is right."""
+
+    name: str
+    settings: Settings
+    folder: Path  # of its run
+    log: Path
+    words: tuple[str, ...]  # of its job's command line, after the recipe
+    loaded: LoadedRecipe  # as its job reads it
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows to compare, the device, and the folder for the results."""
+    """The rows to compare, and the folder for the results."""
 
     recipe: Path
     overrides: tuple[str, ...]
     rows: tuple[ComparedRow, ...]
     steps: int
-    processes: int
-    device: str  # "cpu", or the GPU's name
     folder: Path
 
-    def job_folder(self, row: ComparedRow) -> Path:
-        """The run folder of one row's job."""
-        return self.folder / "jobs" / row.folder
-
-    def log(self, row: ComparedRow) -> Path:
-        """The output of one row's job."""
-        return self.folder / "logs" / f"{row.folder}.log"
-
     @property
-    def learns_differently(self) -> bool:
-        """Whether rows differ in what they learn, and not only in how it is computed: then their losses are ranked."""
-        return len({row.curve for row in self.rows}) > 1
-
-    @property
-    def ranked_by(self) -> Measure:
-        """The held-out figure that ranks rows: the loss, or of preferences a reward.
-
-        Losses of preferences can be compared only between rows with one objective: another beta scales them.
-        """
-        recipes = [row.recipe for row in self.rows]
+    def ranked_by(self) -> str:
+        """The held-out figure that ranks rows: the loss, or of preferences a reward. Another beta scales losses."""
+        recipes = [row.loaded.recipe for row in self.rows]
         if any(recipe.preferences is None for recipe in recipes):
             return "loss"
-        match recipes[0].training.metric_for_best_model:
-            case "eval_reward_accuracy":
-                return "reward_accuracy"
-            case "eval_reward_margin":
-                return "reward_margin"
-        return "loss" if len({repr(recipe.preferences) for recipe in recipes}) == 1 else "reward_accuracy"
+        metric = recipes[0].training.metric_for_best_model.removeprefix("eval_")
+        is_one_objective = len({repr(recipe.preferences) for recipe in recipes}) == 1
+        return "reward_accuracy" if metric == "loss" and not is_one_objective else metric
 
-    @property
-    def eval_steps(self) -> int:
-        """Steps between evaluations: one at the end, or EVALUATIONS where curves are compared."""
-        return max(1, self.steps // EVALUATIONS) if self.learns_differently else self.steps
 
-    @property
-    def varied(self) -> tuple[str, ...]:
-        """The keys that some row sets, in the order in which they were named."""
-        return tuple(dict.fromkeys(key for row in self.rows for key, _ in row.settings))
+def settings_of_rows(vary: Sequence[str], seeds: int = 1) -> dict[str, Settings]:
+    """Each row's name and settings: the product of all `KEY=A,B` and of several seeds. Raises FinetuneError."""
+    axes: dict[str, list[str]] = {}
+    for word in [*vary, *[f"training.seed={','.join(map(str, range(1, seeds + 1)))}"] * (seeds > 1)]:
+        key, _, text = (part.strip() for part in word.partition("="))
+        # A comma within brackets or quotes belongs to its value.
+        found = re.findall(r"(?:\{.*?\}|\[.*?\]|\".*?\"|'.*?'|[^,])+", text)
+        values = list(dict.fromkeys(value.strip() for value in found if value.strip()))
+        if not key or not values or key in axes:
+            raise FinetuneError(f"--vary: {word}: write each key once, as training.learning_rate=1e-4,5e-4")
+        if key in NOT_VARIED:
+            raise FinetuneError(f"--vary: {key}: {NOT_VARIED[key]}")
+        axes[key] = values
+    count = math.prod(map(len, axes.values()))
+    if not axes or count > MOST_ROWS:
+        problem = f"{count:,} rows: a comparison has {MOST_ROWS} at most" if axes else "nothing varies"
+        raise FinetuneError(f"--vary: {problem}; for example --vary accelerate_config=zero2,zero3,fsdp2")
+    ends = [key.rpartition(".")[2] for key in axes]
+    shown = [end if ends.count(end) == 1 else key for end, key in zip(ends, axes, strict=True)]
+    rows = [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())]
+    return {" ".join(map("=".join, zip(shown, row.values(), strict=True))): row for row in rows}
 
 
 def plan_comparison(
-    recipe: Path,
-    overrides: Sequence[str],
-    asked: Sequence[AskedRow],
-    *,
-    steps: int,
-    processes: int | None,
-    folder: Path | None,
+    recipe: Path, overrides: Sequence[str], asked: Mapping[str, Settings], *, steps: int, folder: Path | None
 ) -> Comparison:
-    """Check the recipe, every row and the folder before anything runs. Raises RecipeError, FinetuneError."""
-    rows = check_compared(recipe, overrides, asked, steps)
+    """Read the recipe of every row, by name and settings, before anything runs. Raises RecipeError, FinetuneError."""
     run_dir = Path(load_recipe(recipe, overrides).recipe.run_dir)
     folder = folder or run_dir.with_name(f"{run_dir.name}_compare")
-    foreign = folder.exists() and any(path.name != _LOCK for path in folder.iterdir())
-    if foreign and not (folder / "compare.json").is_file():
+    if folder.exists() and any(folder.iterdir()) and not (folder / "compare.json").is_file():
         raise FinetuneError(f"{folder}: is not a comparison's folder and not empty; name another folder with -o")
-    device, count = _devices()
-    if processes is not None:
-        check_rank_count(processes, gpus=0 if device == "cpu" else count)
-    return Comparison(recipe, tuple(overrides), tuple(rows), steps, processes or count, device, folder)
-
-
-def compare(comparison: Comparison, progress: StepCallback) -> dict[str, Any]:
-    """Run every row's job and write compare.json; returns its content."""
-    comparison.folder.mkdir(parents=True, exist_ok=True)
-    keys = [_key(comparison, row) for row in comparison.rows]
-    earlier = _finished_rows(comparison)
-    rows: list[Row] = []
-    for number, (row, key) in enumerate(zip(comparison.rows, keys, strict=True)):
-        # Rows of an earlier call that are still to come stay in the file: this call may be stopped too.
-        to_come = [earlier[each] for each in keys[number:] if each in earlier]
-        _write(comparison, [*rows, *to_come])  # also marks the folder as ours
-        if key in earlier:
-            progress(row.name, comparison.steps)
-            progress(row.name, None)
-            rows.append(earlier[key])
-        else:
-            rows.append(_run(comparison, row, progress) | {"key": key})
-    return _write(comparison, rows)
-
-
-def compare_one(comparison: Comparison, number: int, progress: StepCallback) -> dict[str, Any]:
-    """Run the row `number`, from 1, and write compare.json with every row that has run so far; returns its content.
-
-    Other processes, on any machine that sees the folder, may run other rows meanwhile. Raises FinetuneError.
-    """
-    if number > len(comparison.rows):
-        raise FinetuneError(f"--only: {number}: there are {counted(len(comparison.rows), 'row')}")
-    comparison.folder.mkdir(parents=True, exist_ok=True)
-    with exclusive(comparison.folder / _LOCK):
-        if not (comparison.folder / "compare.json").is_file():
-            _write(comparison, [])  # marks the folder as ours
-    row = comparison.rows[number - 1]
-    key = _key(comparison, row)
-    ran = _finished_rows(comparison).get(key)
-    if ran is None:
-        ran = _run(comparison, row, progress) | {"key": key}
-    write_json(comparison.job_folder(row) / _ROW_FILE, ran)
-    with exclusive(comparison.folder / _LOCK):
-        stored = _stored_rows(comparison)
-        keys = [_key(comparison, each) for each in comparison.rows]
-        rows = [stored[each] for each in keys if each in stored]
-        others = {each["name"] for each in stored.values()} - {each["name"] for each in rows}
-        words = f"recipe, data, device or command differ from row {number}'s"
-        left_out = [f"Left out, because {words}: {', '.join(sorted(others))}."]
-        return _write(comparison, rows, left_out if others else [])
-
-
-def _key(comparison: Comparison, row: ComparedRow) -> str:
-    """A hash of everything that decides a row's figures: recipe, command, device, data files, the start's adapter."""
-    named, scored, adapter = list[Path](), row.recipe.eval.generate.file, row.recipe.model.adapter
-    for entry in row.recipe.data.sets:
-        with suppress(DataError):  # the job says it
-            named += resolve(entry).files
-    named += [Path(scored)] if scored is not None else []
-    named += sorted(Path(adapter).glob("*.safetensors")) if adapter is not None else []
-    files = []
-    for name in named:
-        with suppress(OSError):
-            files.append([str(name), name.stat().st_size, name.stat().st_mtime_ns])
-    # An earlier release's row may lack a figure: with other names it is run again.
-    parts = [row.recipe.model_dump(mode="json"), job_command(comparison, row)[1:], comparison.device, files, MEASURES]
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _stored_rows(comparison: Comparison) -> dict[str, Row]:
-    """Rows that ran in this folder, by `_key`; of two with one key, the job's own."""
-    found: dict[str, Row] = {}
-    files = [comparison.folder / "compare.json", *(comparison.job_folder(row) / _ROW_FILE for row in comparison.rows)]
-    for file in files:
-        with suppress(FinetuneError, KeyError, TypeError):
-            content = read_object(file, LARGEST_RESULT)
-            rows = content.get("rows", []) if file.name != _ROW_FILE else [content]
-            found |= {row["key"]: row for row in rows if isinstance(row["ok"], bool)}
-    return found
-
-
-def _finished_rows(comparison: Comparison) -> dict[str, Row]:
-    """Rows that an earlier call in this folder finished, by `_key`. Their job's folder is there, for `finetune report`,
-    and their base is the same.
-    """
-    jobs = {row.name: row for row in comparison.rows}
-    kept = {}
-    for key, row in _stored_rows(comparison).items():
-        job = jobs.get(row["name"])
-        if job is None or not row["ok"]:
-            continue
-        folder = comparison.job_folder(job)
-        same_base = is_same_base(recorded_base(folder), base_identity(job.recipe.model))
-        if (folder / "metrics.jsonl").is_file() and same_base is not False:
-            kept[key] = row
-    return kept
-
-
-def job_command(comparison: Comparison, row: ComparedRow) -> list[str]:
-    """The launch of one row's job, as a user would type it, with the keys that make jobs comparable."""
-    processes = read_strategy(row.strategy).rank_count(comparison.processes)
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    if comparison.device == "cpu":
-        where = "single" if processes == 1 else "cpu_2proc"
-        command += ["--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
-    elif processes > 1:
-        command += ["--multi_gpu", "--main_process_port", "0"]  # any free one: another row may run on this machine
-    command += ["--num_processes", str(processes), str(TRAIN_SCRIPT), str(comparison.recipe)]
-    return [
-        *command,
-        *comparison.overrides,
-        *row.overrides,
-        f"output_dir={comparison.job_folder(row)}",
-        f"training.max_steps={comparison.steps}",
-        f"save_steps={comparison.steps}",
-        f"eval_steps={comparison.eval_steps}",
-        "training.early_stopping_patience=null",
-        "training.load_best_model_at_end=false",
-        "training.resume=never",
-        "logging_steps=1",
-        "measure_phases=true",
-        "samples.count=0",
-        "samples.prompts=null",
-        "hub.push=false",
-    ]
-
-
-def _devices() -> tuple[str, int]:
-    """The kind of device, and how many processes it is natural to run."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name(), torch.cuda.device_count()
-    return "cpu", 2
-
-
-def _run(comparison: Comparison, compared: ComparedRow, progress: StepCallback) -> Row:
-    folder, log = comparison.job_folder(compared), comparison.log(compared)
-    if folder.exists():
-        remove_folder(folder)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    progress(compared.name, 0)
-    with open(log, "w", encoding="utf-8") as output:
-        command = job_command(comparison, compared)
-        environment = os.environ | {"PYTHONWARNINGS": "ignore"}
-        with subprocess.Popen(
-            with_parent(command), stdout=output, stderr=subprocess.STDOUT, env=environment
-        ) as process:
-            while (code := _wait(process)) is None:
-                progress(compared.name, _steps_done(folder))
-    row: Row = _facts(comparison, compared) | {"ok": code == 0, "reason": None, "log": str(log)}
-    if code == 0:
-        row |= figures(read_lines(folder / "metrics.jsonl"), json.loads((folder / "receipt.json").read_text("utf-8")))
-    else:
-        row["reason"] = failure_reason(folder, log.read_text("utf-8", errors="replace"))
-    progress(compared.name, _steps_done(folder))
-    progress(compared.name, None)
-    for trained in ("checkpoints", "model", "adapter"):
-        if (folder / trained).exists():
-            remove_folder(folder / trained)
-    return row
-
-
-def _facts(comparison: Comparison, row: ComparedRow) -> Row:
-    """A row's name, its settings, and the number of its curve. Rows that learn the same share a curve."""
-    curves = list(dict.fromkeys(each.curve for each in comparison.rows))
-    facts = {"name": row.name, "strategy": row.strategy, "settings": dict(row.settings)}
-    facts["overrides"] = [*comparison.overrides, *row.overrides]  # of the recipe, to run this row again
-    return facts | {"curve": curves.index(row.curve), "mixed_precision": row.recipe.training.mixed_precision}
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit code, or None when half a second has passed. Ctrl-C reaches the job too, which saves and ends."""
-    try:
-        return process.wait(timeout=0.5)
-    except subprocess.TimeoutExpired:
-        return None
-    except KeyboardInterrupt:
+    rows = []
+    for number, (name, settings) in enumerate(asked.items(), 1):
+        words = [*overrides, *(f"{key}={value}" for key, value in settings.items())]
+        job = folder / "jobs" / f"{number:03d}_{re.sub('[^A-Za-z0-9_-]+', '_', name)[:60]}"
         try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise
+            own = _own_settings(load_recipe(recipe, words), steps)
+            words += [f"{key}={value}" for key, value in own.items()] + [f"output_dir={job}"]
+            loaded = load_recipe(recipe, words)
+            strategy_of(loaded.recipe)
+        except RecipeError as error:
+            raise RecipeError([f"{name}: {mistake}" for mistake in error.mistakes]) from None
+        rows.append(ComparedRow(name, settings, job, job.with_suffix(".log"), tuple(words), loaded))
+    return Comparison(recipe, tuple(overrides), tuple(rows), steps, folder)
+
+
+def _own_settings(row: LoadedRecipe, steps: int) -> dict[str, object]:
+    """A comparison's settings of a job. The schedule is fitted into the steps. Raises FinetuneError."""
+    own: dict[str, object] = {"training.max_steps": steps, "save_steps": steps, **JOB_SETTINGS}
+    own["eval_steps"] = max(1, steps // EVALUATIONS)
+    for key in (*own, "training.num_train_epochs"):
+        if row.origins.get(key) == COMMAND_LINE:
+            remedy = "leave it out; --steps names the steps"
+            raise FinetuneError(f"{COMMAND_LINE}: {key}: is the same in every row of a comparison; {remedy}")
+    training = row.recipe.training
+    if (training.warmup_steps or 0) > steps:
+        own["training.warmup_steps"] = steps
+    # The stable phase takes the steps that warmup and decay leave.
+    if "num_stable_steps" in training.lr_scheduler_kwargs:
+        arguments = {key: value for key, value in training.lr_scheduler_kwargs.items() if key != "num_stable_steps"}
+        own["training.lr_scheduler_kwargs"] = json.dumps(arguments)
+    return own
+
+
+def compare(comparison: Comparison, progress: Callable[[str, int], None]) -> dict[str, Any]:
+    """Train every row that has not finished, and write compare.json after each; returns its content."""
+    comparison.folder.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    result = _write(comparison, rows)  # marks the folder as ours
+    for row in comparison.rows:
+        progress(row.name, 0)
+        reason = None if _is_finished(row) else _train(comparison.recipe, row, progress)
+        progress(row.name, _steps_done(row.folder))
+        facts = {"name": row.name, "strategy": row.loaded.recipe.accelerate_config, "settings": dict(row.settings)}
+        rows.append({**facts, "ok": reason is None, "reason": reason, "log": str(row.log), "overrides": row.words})
+        if reason is None:
+            rows[-1] |= figures(read_lines(row.folder / "metrics.jsonl"), read_object(row.folder / "receipt.json"))
+        result = _write(comparison, rows)
+    return result
+
+
+def _is_finished(row: ComparedRow) -> bool:
+    """Whether the row's run folder says that it finished, with this recipe and base, and data not edited since."""
+    try:
+        if (state := read_state(row.folder)) is None or state["state"] != "finished":
+            return False
+        there = recipe_from_resolved(row.folder / "recipe.yaml")
+        began = (row.folder / "recipe.yaml").stat().st_mtime
+        files = [file for entry in there.data.sets for file in resolve(entry).files]
+        edited = any(file.stat().st_mtime > began for file in files)
+    except (FinetuneError, OSError):
+        return False
+    # The run chose the formats for `auto`.
+    formats = {PRECISION: there.training.mixed_precision, BASE_FORMAT: there.model.dtype}
+    asked = row.loaded.with_formats(formats, "")[0].recipe
+    is_other_base = is_same_base(recorded_base(row.folder), base_identity(asked.model)) is False
+    return there == asked and not edited and not is_other_base
+
+
+def _train(recipe: Path, row: ComparedRow, progress: Callable[[str, int], None]) -> str | None:
+    """Train one row; returns why it failed, or None."""
+    if row.folder.exists():
+        remove_folder(row.folder)
+    row.log.parent.mkdir(parents=True, exist_ok=True)
+    command = with_parent([sys.executable, "-m", "finetune.cli.main", "train", str(recipe), *row.words])
+    with (
+        open(row.log, "w", encoding="utf-8") as log,
+        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            while process.poll() is None:
+                progress(row.name, _steps_done(row.folder))
+                time.sleep(0.5)
+        except KeyboardInterrupt:  # it reaches the job too, which saves and ends
+            process.wait()
+            raise
+    for trained in ("checkpoints", "model", "adapter"):
+        if (row.folder / trained).exists():
+            remove_folder(row.folder / trained)
+    return failure_reason(row.folder, row.log.read_text("utf-8", errors="replace")) if process.returncode else None
 
 
 def _steps_done(folder: Path) -> int:
-    try:
-        return sum(line["kind"] == "train" for line in read_lines(folder / "metrics.jsonl"))
-    except OSError:  # not there yet
-        return 0
+    file = folder / "metrics.jsonl"
+    return sum(line["kind"] == "train" for line in read_lines(file)) if file.is_file() else 0
 
 
 def figures(lines: Sequence[dict[str, Any]], receipt: dict[str, Any]) -> Row:
@@ -321,182 +235,150 @@ def figures(lines: Sequence[dict[str, Any]], receipt: dict[str, Any]) -> Row:
     the last step's, because DDP arranges its buckets in the second.
     """
     train = [line for line in lines if line["kind"] == "train"]
-    seconds = statistics.fmean(line["step_seconds"] for line in train[1:] or train)
     by_phase = {name: [line for line in lines if line.get("phase") == name] for name in PHASES}
-    trained = receipt["parameters"]["trained"] * (2 if receipt["dtypes"]["master"] == "bfloat16" else 4)
+    held_out = {
+        name: [[line["step"], line[name]] for line in lines if line["kind"] == "eval" and line.get(name) is not None]
+        for name in ("loss", *REWARDS)
+    }
     return {
         "world_size": receipt["world_size"],
-        "trained_bytes": trained,
-        "all_trained": receipt["parameters"]["frozen"] == 0,
-        "seconds_per_20_steps": 20 * seconds,
+        "device": receipt["device"],
+        "trained_bytes": receipt["parameters"]["trained"] * (2 if receipt["dtypes"]["master"] == "bfloat16" else 4),
+        "seconds_per_20_steps": 20 * statistics.fmean(line["step_seconds"] for line in train[1:] or train),
         "losses": [line["loss"] for line in train],
         "final_loss": train[-1]["loss"],
-        "held_out": [[line["step"], line["loss"]] for line in lines if line["kind"] == "eval"],
-        "held_out_rewards": {name: points for name in COMPARED_REWARDS if (points := _points(lines, name))},
+        "held_out": held_out.pop("loss"),
+        "held_out_rewards": {name: points for name, points in held_out.items() if points},
         # A step of judged answers may have wanted ones alone, and so no margin.
-        "final_rewards": {name: line[name] for name in COMPARED_REWARDS for line in train if name in line},
+        "final_rewards": {name: line[name] for name in held_out for line in train if name in line},
         "phases": {name: _phase(records) for name, records in by_phase.items() if records},
     }
 
 
-def _points(lines: Sequence[dict[str, Any]], name: str) -> list[list[Any]]:
-    return [[line["step"], line[name]] for line in lines if line["kind"] == "eval" and line.get(name) is not None]
-
-
-def points_of(row: Row, measure: Measure) -> list[list[Any]]:
-    """A row's held-out figures as [step, value]; empty if nothing is held out."""
-    if measure == "loss":
-        return list(row["held_out"])
-    return list(row["held_out_rewards"].get(measure, []))
-
-
 def _phase(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     last = [line for line in lines if line["step"] == lines[-1]["step"]]
-    memory = {f"{key}_bytes": max(round(line[f"{key}_gib"] * 2**30) for line in lines) for key in MEMORY_KEYS}
+    gauges = ("peak", "allocated", "host_peak", "host_allocated")
+    memory = {f"{name}_bytes": max(round(line[f"{name}_gib"] * 2**30) for line in lines) for name in gauges}
     busiest = max(last, key=lambda line: line["ring_bytes"])
     moved = {key: busiest[key] for key in ("collectives", "bytes", "ring_bytes", "textbook_bytes")}
     return {**memory, "seconds": max(line["seconds"] for line in last), **moved}
 
 
-def _write(comparison: Comparison, rows: list[Row], more_notes: Sequence[str] = ()) -> dict[str, Any]:
-    ranked = ranking(rows, comparison.ranked_by) if comparison.learns_differently else []
+def _write(comparison: Comparison, rows: Sequence[Row]) -> dict[str, Any]:
     result = {
         "recipe": str(comparison.recipe),
         "overrides": list(comparison.overrides),
-        "varied": list(comparison.varied),
-        "device": comparison.device,
-        "processes": comparison.processes,
+        "varied": list(dict.fromkeys(key for row in comparison.rows for key in row.settings)),
+        "device": next((row["device"] for row in rows if row["ok"]), None),
         "steps": comparison.steps,
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "rows": rows,
-        "losses": loss_agreement(rows),
-        "ranking": ranked,
+        "rows": list(rows),
+        "ranking": ranking(rows, comparison.ranked_by),
         "ranked_by": comparison.ranked_by,
-        "notes": [*preference_verdict(ranked), *notes(comparison), *more_notes],
     }
     write_json(comparison.folder / "compare.json", result)
     return result
 
 
-def loss_agreement(rows: Sequence[Row]) -> dict[str, Any]:
-    """How far final losses are apart among rows that should learn the same.
+def points_of(row: Row, measure: str) -> list[list[Any]]:
+    """A row's held-out figures as [step, value]; if nothing is held out, the final training figure, at no step."""
+    if measure == "loss":
+        return row["held_out"] or [[None, row["final_loss"]]]
+    return row["held_out_rewards"].get(measure) or [[None, row["final_rewards"].get(measure)]]
 
-    Each group of such rows is compared with its first row that ran. The group farthest from its bound comes on top.
+
+def ranking(rows: Sequence[Row], by: str = "loss") -> list[dict[str, Any]]:
+    """Rows that differ only in their seed, together, the best held-out figure first; see `points_of`.
+
+    An entry with a seed that is too far from its reference comes last, and `too_far` says why. Each entry: name, rows,
+    `best` (mean), `spread` (half the range), `step` of the best (the first seed's), seconds of a step, final training
+    loss, the highest peak, and the most textbook bytes of a step.
     """
-    ran = [row for row in rows if row["ok"]]
-    groups = []
-    for curve in dict.fromkeys(row["curve"] for row in ran):
-        same = [row for row in ran if row["curve"] == curve]
-        final, bound = [row["final_loss"] for row in same], LOSS_TOLERANCE[same[0]["mixed_precision"]]
-        worst = max(abs(loss - final[0]) / abs(final[0]) for loss in final)
-        figures = {"worst_relative_difference": worst, "bound": bound, "agree": worst <= bound}
-        groups.append({"rows": [row["name"] for row in same], **figures})
-    none = {"worst_relative_difference": 0.0, "bound": LOSS_TOLERANCE["no"], "agree": True}
-    farthest = max(groups, key=lambda group: group["worst_relative_difference"] / group["bound"], default=none)
-    return {key: farthest[key] for key in none} | {"groups": groups}
-
-
-def ranking(rows: Sequence[Row], by: Measure = "loss") -> list[dict[str, Any]]:
-    """Rows that differ only in their seed, together, ranked by their best held-out loss or reward; by the final
-    training figure if nothing is held out.
-
-    An entry whose farthest seed is too far from its reference keeps its place, and `too_far` says why it is not the
-    best. Each entry: name, rows, `best` (mean), `spread` (half the range, 0 for one seed), `step` of the best (the
-    first seed's), `seconds` of a step, and of preferences the other figures at the best step, `beside` (the first
-    seed's; the KL is the largest).
-    """
-    best_of = min if by == "loss" else max
+    sign = 1 if by == "loss" else -1
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["ok"]:
-            settings = {key: value for key, value in row["settings"].items() if key != SEED_KEY}
-            groups.setdefault(json.dumps(settings, sort_keys=True), []).append(row)
-    ranked = []
-    for group in groups.values():
-        found = []
-        for row in group:
-            final = row["final_loss"] if by == "loss" else row["final_rewards"][by]
-            found.append(best_of(points_of(row, by), key=lambda point: point[1], default=(None, final)))
-        figures = [figure for _, figure in found]
-        first, step = group[0], found[0][0]
-        beside = {}
-        if first.get("final_rewards"):
-            beside = {measure: _at(first, measure, step) for measure in ("loss", *first["final_rewards"])}
-            beside.pop(by, None)
-        # One seed that is too far is enough.
-        kls = [_at(row, "kl_by_token", at) for row, (at, _) in zip(group, found, strict=True)]
-        farthest = max((kl for kl in kls if kl is not None), default=None)
-        if "kl_by_token" in beside:
-            beside["kl_by_token"] = farthest
-        far = too_far({"kl_by_token": farthest})
-        ranked.append(
-            {
-                "name": without_seed(group[0]["name"]) or group[0]["name"],
-                "rows": [row["name"] for row in group],
-                "best": statistics.fmean(figures),
-                "spread": (max(figures) - min(figures)) / 2,
-                "step": step,
-                "seconds": statistics.fmean(row["seconds_per_20_steps"] / 20 for row in group),
-                **({"beside": beside} if beside else {}),
-                **({"too_far": far} if far else {}),
-            }
+            groups.setdefault(re.sub(r"(^| )seed=\S+", "", row["name"]).strip() or "as written", []).append(row)
+    entries = []
+    for name, group in groups.items():
+        bests = [min(points_of(row, by), key=lambda point: sign * point[1]) for row in group]
+        kls = [dict(points_of(row, "kl_by_token")).get(step) for row, (step, _) in zip(group, bests, strict=True)]
+        best = [figure for _, figure in bests]
+        entry = {
+            "name": name,
+            "rows": [row["name"] for row in group],
+            "best": statistics.fmean(best),
+            "spread": (max(best) - min(best)) / 2,
+            "step": bests[0][0],
+            "too_far": too_far({"kl_by_token": max((kl for kl in kls if kl is not None), default=None)}),
+            "seconds": statistics.fmean(row["seconds_per_20_steps"] / 20 for row in group),
+            "final_loss": statistics.fmean(row["final_loss"] for row in group),
+            "peak_bytes": max(phase["peak_bytes"] for row in group for phase in row["phases"].values()),
+            "moved_bytes": max(moved_per_step(row) for row in group),
+        }
+        entries.append(entry)
+    # Rows that are equal in what the table shows stay in their order.
+    return sorted(entries, key=lambda entry: (bool(entry["too_far"]), sign * round(entry["best"], 4)))
+
+
+def moved_per_step(row: Row) -> int:
+    """Textbook bytes that one rank moves in one step."""
+    return sum(row["phases"][phase]["textbook_bytes"] for phase in ("forward", "backward", "step"))
+
+
+def run_and_report(comparison: Comparison, *, quiet: bool) -> dict[str, Any]:
+    """Run the comparison, show its progress on standard error, print the table and draw the picture.
+
+    Raises EnvironmentMismatch after everything is written, if no row ran.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks = {row.name: bars.add_task(escape(row.name), total=comparison.steps) for row in comparison.rows}
+        result = compare(comparison, lambda name, steps: bars.update(tasks[name], completed=steps))
+    if not quiet:
+        print_table(result, rich_console())
+    if not result["ranking"]:
+        raise EnvironmentMismatch("compare: no row ran; compare.json has the reasons, the logs are in jobs/")
+    draw(result, comparison.folder / "compare.png")
+    return result
+
+
+def print_table(result: dict[str, Any], console: Console) -> None:
+    """The ranking; then why a row did not run, or is too far from its reference."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("row", overflow="fold")
+    for head in (_ranked_figure(result), "at\nstep", "s a\nstep", "last\nloss", "peak\nMiB", "moved\nMiB"):
+        table.add_column(head.replace(" ", "\n"), justify="right", no_wrap=True)
+    for entry in result["ranking"]:
+        table.add_row(
+            escape(entry["name"]),
+            f"{entry['best']:.4f}" + (f" ± {entry['spread']:.4f}" if len(entry["rows"]) > 1 else ""),
+            str(entry["step"] or "-"),
+            f"{entry['seconds']:.2f}",
+            f"{entry['final_loss']:.5f}",
+            f"{entry['peak_bytes'] / 2**20:,.1f}",
+            f"{entry['moved_bytes'] / 2**20:,.1f}",
         )
-    return sorted(ranked, key=lambda entry: entry["best"], reverse=by != "loss")
+    console.print(table)
+    for row in result["rows"]:
+        if not row["ok"]:
+            console.print(f"{row['name']}: did not run: {row['reason']}", markup=False, highlight=False)
+    for entry in result["ranking"]:
+        if entry["too_far"]:
+            console.print(f"{entry['name']}: {entry['too_far']} (docs/preferences.md).", markup=False, highlight=False)
 
 
-def _at(row: Row, measure: Measure, step: int | None) -> float | None:
-    """A row's figure at a step: held out, else of its last training line; None if it has none."""
-    final = row["final_loss"] if measure == "loss" else row.get("final_rewards", {}).get(measure)
-    return dict(points_of(row, measure)).get(step, final)
+def _ranked_figure(result: dict[str, Any]) -> str:
+    is_held_out = any(entry["step"] is not None for entry in result["ranking"])
+    return f"{'held-out' if is_held_out else 'last'} {result['ranked_by'].replace('_', ' ')}"
 
 
-def best_entry(ranked: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The first entry that is not too far from its reference; None if all are."""
-    return next((entry for entry in ranked if not entry.get("too_far")), None)
-
-
-def preference_verdict(ranked: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each entry that ranks above the best one and is too far from its reference, and which one is best."""
-    best = best_entry(ranked)
-    above = ranked if best is None else ranked[: ranked.index(best)]
-    lines = [f"{entry['name']}: {entry['too_far']} (docs/preferences.md)." for entry in above]
-    if lines and best is not None:
-        lines.append(f"Best below it: {best['name']}.")
-    elif lines:
-        lines.append("No row is below it: divide the learning rates by 4, or raise beta.")
-    return lines
-
-
-def without_seed(name: str) -> str:
-    """A row's name without its seed."""
-    return " ".join(word for word in name.split() if not word.startswith("seed="))
-
-
-# Notes on the table of memory, and on the one of seconds, traffic and final losses.
-MEMORY_NOTES = (
-    "Memory: highest of all ranks and steps; peak within the phase / allocated at its end.",
-    "On a CPU all memory is host memory: what is offloaded stays in the same figure.",
-)
-TRAFFIC_NOTES = (
-    "Traffic: of one rank in one step, in textbook bytes: an all_reduce counts twice.",
-    "FSDP2 and ZeRO-2 and 3 move as much again for each further micro-step.",
-    "FSDP2 gathers the head once, the rest twice; ZeRO-3 keeps two layers gathered.",
-    "Final losses are compared among rows that learn the same: that differ in how it is computed.",
-    "gloo carries out a reduce_scatter as an all_reduce: twice as much on the wire.",
-)
-
-
-def notes(comparison: Comparison) -> list[str]:
-    """Notes that a reader of the figures needs."""
-    lines = [
-        MEMORY_NOTES[0],
-        "Seconds: the first step is left out. The gauges were on; they add about 20 us to each operation.",
-        *TRAFFIC_NOTES[:3],
-    ]
-    if len({row.curve for row in comparison.rows}) > 1:
-        lines.append(TRAFFIC_NOTES[3])
-    for shortened in dict.fromkeys(row.shortened for row in comparison.rows if row.shortened):
-        lines.append(f"The schedule is fitted into {comparison.steps} steps: {' '.join(shortened)}.")
-    if comparison.device == "cpu":
-        lines += [MEMORY_NOTES[1], TRAFFIC_NOTES[4]]
-    return lines
+def draw(result: dict[str, Any], file: Path) -> None:
+    """The picture: the held-out figure by step, or the training loss if nothing is held out; seeds as their mean."""
+    rows, held_out = {row["name"]: row for row in result["rows"]}, result["ranking"][0]["step"] is not None
+    series = []
+    for entry in result["ranking"]:
+        seeds = [rows[name] for name in entry["rows"]]
+        curves = [points_of(row, result["ranked_by"]) if held_out else enumerate(row["losses"], 1) for row in seeds]
+        points = [(at[0][0], statistics.fmean(value for _, value in at)) for at in zip(*curves, strict=False)]
+        series.append(Series(f"{entry['name']}: {entry['best']:.4f}", points))
+    save_png(Chart(f"{Path(result['recipe']).stem}: {_ranked_figure(result)}", series), file)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.closed_form.constants import STEP_PHASES
 from finetune.files import read_lines
+from finetune.launch.local_ranks import count_gpus
 from finetune.measure.units import GIB
 from finetune.output_stream import silenced
-from finetune.preflight import AskedRow, Comparison, compare, draw, plan_comparison, shrink_model
+from finetune.preflight import Comparison, compare, plan_comparison, shrink_model
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.schema import Recipe
 from lectures.output import LectureRequest
 from lectures.zero.notes import HOMEWORK, LOGGED_STEPS
 
@@ -62,47 +62,39 @@ def measure(asked: LectureRequest) -> Measured:
     section = recipe.model
     with silenced():
         small = shrink_model(section.name_or_path, section.revision, recipe.data, asked.folder / SMALL_MODEL)
-    rows = [AskedRow(row.name, tuple(row.settings.items()), "--lecture zero") for row in HOMEWORK]
-    comparison = _planned(asked, recipe, small.folder, rows)
+    rows = {row.name: row.settings for row in HOMEWORK}
+    gpus = count_gpus()
+    ranks = gpus or 2
+    comparison = _planned(asked, small.folder, rows, gpus)
 
     begun: set[str] = set()
 
-    def progress(name: str, _: int | None) -> None:
+    def progress(name: str, _: int) -> None:
         if name not in begun:
             begun.add(name)
-            asked.note(f"training {name}, {LOGGED_STEPS} steps on {comparison.processes} ranks")
+            asked.note(f"training {name}, {LOGGED_STEPS} steps on {ranks} ranks")
 
     result = compare(comparison, progress)
-    draw(result, comparison.folder / "compare.png")
-    jobs = [comparison.job_folder(row) for row in comparison.rows]
-    runs = [_run(row, job) for row, job in zip(result["rows"], jobs, strict=True)]
+    runs = [_run(row, planned.folder) for row, planned in zip(result["rows"], comparison.rows, strict=True)]
     sizes = f"{small.small['layers']} layers of width {small.small['hidden_size']}, {small.parameters:,} parameters"
-    return Measured(runs, f"{small.architecture} of {sizes}", comparison.device, comparison.processes)
+    return Measured(runs, f"{small.architecture} of {sizes}", result["device"] or "no device", ranks)
 
 
-def _planned(asked: LectureRequest, recipe: Recipe, model: Path, rows: Sequence[AskedRow]) -> Comparison:
+def _planned(asked: LectureRequest, model: Path, rows: Mapping[str, Mapping[str, str]], gpus: int) -> Comparison:
     """The jobs: one row a micro-batch, MICRO_STEPS_HERE of them a step, on two ranks of a CPU or on all GPUs."""
-
-    def small(ranks: int) -> list[str]:
-        return [
-            f"model.name_or_path={model}",
-            "model.revision=main",
-            "budget={gpus: 0}",
-            f"data.max_length={_TOKENS}",
-            "data.truncation=right",
-            "data.packing=true",
-            "data.eval=null",
-            f"training.global_batch_size={MICRO_STEPS_HERE * ranks}",
-            "training.per_device_batch_size=1",
-        ]
-
-    def planned(ranks: int) -> Comparison:
-        words = [*asked.overrides, *small(ranks)]
-        folder = asked.folder / "measured"
-        return plan_comparison(asked.recipe, words, rows, steps=LOGGED_STEPS, processes=None, folder=folder)
-
-    first = planned(2)
-    return first if first.processes == 2 else planned(first.processes)
+    small = [
+        f"model.name_or_path={model}",
+        "model.revision=main",
+        f"budget={{gpus: {gpus}}}",
+        f"data.max_length={_TOKENS}",
+        "data.truncation=right",
+        "data.packing=true",
+        "data.eval=null",
+        f"training.global_batch_size={MICRO_STEPS_HERE * (gpus or 2)}",
+        "training.per_device_batch_size=1",
+    ]
+    words = [*asked.overrides, *small]
+    return plan_comparison(asked.recipe, words, rows, steps=LOGGED_STEPS, folder=asked.folder / "measured")
 
 
 def _run(row: dict[str, Any], job: Path) -> MeasuredRun:
