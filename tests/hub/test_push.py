@@ -27,8 +27,7 @@ from finetune.hub.around_training import check_before_training, push_after_train
 from finetune.hub.push import Destination, chosen_destination, prepare_upload, push
 from finetune.model.known_configs import full_config
 from finetune.preflight.changes import changes, overrides
-from finetune.preflight.compare_rows import check_compared, rows_of_options
-from finetune.preflight.comparison import Comparison, job_command
+from finetune.preflight.comparison import plan_comparison, settings_of_rows
 from finetune.preflight.shrink import Shrunk
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import resolved_yaml
@@ -583,17 +582,12 @@ class TestTraining:
 
 def test_neither_comparison_nor_rehearsal_pushes(run: Path, tmp_path: Path) -> None:
     settings = ["hub.repo_id=me/devils", "hub.push=true"]
-    single = rows_of_options([], "single")
-    with pytest.raises(FinetuneError, match=r"hub\.push: is the same in every row of a comparison"):
-        check_compared(run / "recipe.yaml", settings, single, 1)
     pushing = tmp_path / "pushing.yaml"
     written = yaml.safe_load((run / "recipe.yaml").read_text())
     pushing.write_text(yaml.safe_dump(written | {"hub": {"repo_id": "me/devils", "push": True}}))
-    rows = check_compared(pushing, [], single, 1)
-    assert rows[0].recipe.hub is not None
-    assert rows[0].recipe.hub.push
-    words = job_command(Comparison(pushing, (), tuple(rows), 1, 1, "cpu", tmp_path), rows[0])
-    assert [word for word in words if word.startswith("hub.push=")] == ["hub.push=false"]
+    single = settings_of_rows(["accelerate_config=single"])
+    (row,) = plan_comparison(pushing, [], single, steps=1, folder=tmp_path / "compared").rows
+    assert [word for word in row.words if word.startswith("hub.push=")] == ["hub.push=false"]
     write_chats(tmp_path / "chats.jsonl", [40, 40])
     data = f"data.train.0.data_files={tmp_path}/chats.jsonl"
     recipe = load_recipe(run / "recipe.yaml", [*settings, data]).recipe

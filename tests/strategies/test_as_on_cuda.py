@@ -16,8 +16,6 @@ from benchmarks.gpu_proofs import find_gpus
 from finetune.errors import EnvironmentMismatch
 from finetune.finished_run.load import best_device
 from finetune.launch.gpu_environment import libraries_on_gpu
-from finetune.preflight.compare_rows import rows_of_options
-from finetune.preflight.comparison import plan_comparison
 from finetune.probe.remembered import device_kind, precision_on
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies import accelerator as accelerators
@@ -197,15 +195,6 @@ def test_the_engines_parts_are_compiled_for_where_they_run(monkeypatch: pytest.M
     assert "DS_ACCELERATOR" not in os.environ
     compile_ahead("NoSuchBuilder", ("none",), on_cpu=True)
     assert os.environ["DS_ACCELERATOR"] == "cpu"
-
-
-@pytest.mark.usefixtures("gpus")
-def test_strategies_are_compared_on_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 0")
-    recipe, asked = launching.REPOSITORY / "recipes" / "quickstart.yaml", rows_of_options([], "ddp")
-    planned = plan_comparison(recipe, [], asked, steps=3, processes=None, folder=None)
-    assert (planned.device, planned.processes) == ("Card 0", 2)
-    assert plan_comparison(recipe, [], asked, steps=3, processes=1, folder=None).processes == 1
 
 
 def test_a_probe_computes_as_the_run_does_there() -> None:
