@@ -65,7 +65,7 @@ JOB_SETTINGS = {
 }
 
 Row = dict[str, Any]
-Settings = Mapping[str, str]  # dotted key -> value, as on a command line
+RowSettings = Mapping[str, str]  # dotted key -> value, as on a command line
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ComparedRow:
     """A row whose recipe was read and is right."""
 
     name: str
-    settings: Settings
+    settings: RowSettings
     folder: Path  # of its run
     log: Path
     words: tuple[str, ...]  # of its job's command line, after the recipe
@@ -101,7 +101,7 @@ class Comparison:
         return "reward_accuracy" if metric == "loss" and not is_one_objective else metric
 
 
-def settings_of_rows(vary: Sequence[str], seeds: int = 1) -> dict[str, Settings]:
+def settings_of_rows(vary: Sequence[str], seeds: int = 1) -> dict[str, RowSettings]:
     """Each row's name and settings: the product of all `KEY=A,B` and of several seeds. Raises FinetuneError."""
     axes: dict[str, list[str]] = {}
     for word in [*vary, *[f"training.seed={','.join(map(str, range(1, seeds + 1)))}"] * (seeds > 1)]:
@@ -125,7 +125,7 @@ def settings_of_rows(vary: Sequence[str], seeds: int = 1) -> dict[str, Settings]
 
 
 def plan_comparison(
-    recipe: Path, overrides: Sequence[str], asked: Mapping[str, Settings], *, steps: int, folder: Path | None
+    recipe: Path, overrides: Sequence[str], asked: Mapping[str, RowSettings], *, steps: int, folder: Path | None
 ) -> Comparison:
     """Read the recipe of every row, by name and settings, before anything runs. Raises RecipeError, FinetuneError."""
     run_dir = Path(load_recipe(recipe, overrides).recipe.run_dir)
