@@ -87,7 +87,7 @@ ELSEWHERE = {
     "finetune push runs/quickstart me/devils": "hub/test_push.py",
     "finetune import": "importers/test_convert.py",
     "finetune doctor": "preflight/test_doctor.py",
-    "python benchmarks/gpu.py": "benchmarks/test_gpu_benchmark.py",
+    "python benchmarks/gpu.py": "benchmarks/test_gpu_proofs.py",
 }
 
 
