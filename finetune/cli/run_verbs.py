@@ -42,10 +42,11 @@ def _line_printer(as_json: bool) -> Callable[[str], None]:
     return say
 
 
-def _server(url: str | None, model: str | None, base_model: str | None) -> Any:
-    """The server of --endpoint. Raises FinetuneError."""
+def _server(url: str | None, model: str | None, base_model: str | None, run: Path | None) -> Any:
+    """The server of --endpoint, which must have the run's tuned model. Raises FinetuneError."""
     if url is not None:
-        return finished_run.open_endpoint(url, model, base_model, partial(say, err=True))
+        base = "" if run is None else recipe_from_resolved(require_run_folder(run)).model.name_or_path
+        return finished_run.open_endpoint(url, model, base_model, partial(say, err=True), base)
     if model or base_model:
         raise FinetuneError("--model, --base-model: are names on a server; name it with --endpoint URL")
     return None
@@ -115,7 +116,7 @@ def chat(
         require_run_folder(run)  # before torch is imported
         say_begun(f"loading base and tuned model of {run}" if endpoint is None else f"asking {endpoint}")
         folder = finished_run.run_at(run, step)
-        session = finished_run.open_run(folder, _server(endpoint, model, base_model))
+        session = finished_run.open_run(folder, _server(endpoint, model, base_model, run))
         chosen: Any = who  # checked above
         settings = finished_run.GenerationSettings(max_new_tokens, temperature, seed)
         if as_json:
@@ -257,7 +258,7 @@ def evaluate(
             tasks=[] if tasks is None else tasks.split(","),
             include=include,
             chat_template=chat_template,
-            endpoint=_server(endpoint, model, base_model),
+            endpoint=_server(endpoint, model, base_model, run),
         )
         if launch is None or launch.is_main:
             say_begun(f"loading {run}, its base and its held-out rows" if endpoint is None else f"asking {endpoint}")
@@ -336,6 +337,7 @@ def sample(
         kept: Any = keep  # checked above, as is `pick`
         chosen: Any = pick
         folder = output or Path("samples", found.name)
+        asked_run = found.folder if found.kind == "run" else None
         if found.kind == "model":  # asked as the recipe that `init` writes would ask it
             proposal = new_recipe.propose(str(data), columns=columns, model=source, output=folder / "prompts.yaml")
             found = found.reading(proposal.entry)
@@ -359,7 +361,7 @@ def sample(
             scorer_seconds=scorer_seconds,
             without_held_out=without_held_out,
             other=other,
-            endpoint=_server(endpoint, model, None) if endpoint is not None else None,
+            endpoint=_server(endpoint, model, None, asked_run) if endpoint is not None else None,
         )
         request.check()
         if launch is None or launch.is_main:

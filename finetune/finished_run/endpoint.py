@@ -17,12 +17,13 @@ import os
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
@@ -35,19 +36,28 @@ from finetune.files import append_lines, read_lines
 from finetune.model.generate import Answer
 from finetune.output_stream import printable
 from finetune.recipe.schema import Recipe
+from finetune.redaction import hide_secrets, known_secrets
 from finetune.tokens.encoder import Encoder, RowError
 from finetune.training.scored_answers import ScoredSet
+from finetune.wording import counted
 
 KEY = "FINETUNE_ENDPOINT_KEY"
 PARALLEL = 16  # requests at a time; a server queues or batches them
-TIMEOUT = 600.0  # seconds without a byte; a busy server answers after its queue
+TIMEOUT = 600.0  # seconds of one reply; a busy server answers after its queue
+LIST_SECONDS = 60.0  # of the list of models
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each new try; Retry-After wins, up to a minute
-PASSING = (429, 500, 502, 503, 504)  # states of a server that may pass
+PASSING = (408, 409, 425, 429, 500, 502, 503, 504)  # states of a server that may pass
 OF_THE_QUESTION = (400, 413, 422)  # states that another question may not have
 HALF_ANSWERS = ("abort", "error", "content_filter")  # a finish_reason whose text is half an answer
+WHOLE_ANSWERS = ("stop", "tool_calls", "function_call", "eos", "eos_token", "end_turn", "stop_sequence")
+LETTERS_PER_TOKEN = 200  # an answer with more of them was not limited by max_tokens
+READ_SHARE = 0.75  # a server that reads a smaller share of a prompt's tokens has cut the prompt
 MOST_REPLY_BYTES = 16 * 2**20  # of a reply
 MOST_UNANSWERED = 8  # questions without an answer: then the server has a fault, not the questions
 LAST_REPLIES = 5.0  # seconds for requests on their way when nothing more is asked
+
+
+_Result = TypeVar("_Result")
 
 
 class NoAnswer(EnvironmentMismatch):
@@ -79,14 +89,26 @@ class Drawn:
 LIKELIEST = Drawn(0.0)
 
 
-def open_endpoint(text: str, model: str | None, base_model: str | None, say: Callable[[str], None]) -> Endpoint:
+def open_endpoint(
+    text: str, model: str | None, base_model: str | None, say: Callable[[str], None], trained_from: str = ""
+) -> Endpoint:
     """Look at the address, and find the model's name if the server has one model alone.
 
-    `say` receives a warning about plain http. Raises FinetuneError for a bad URL, EnvironmentMismatch for the server.
+    Args:
+        say: Receives a warning about plain http.
+        trained_from: The run's base. A server that has this model alone has no tuned one.
+
+    Raises FinetuneError for a bad URL or name, EnvironmentMismatch for the server.
     """
+    for option, name in (("--model", model), ("--base-model", base_model)):
+        if name and hide_secrets(name, known_secrets()) != name:
+            raise FinetuneError(f"{option}: holds a key or a token; set {KEY}, and name the model here")
+    if model is not None and model == base_model:
+        raise FinetuneError("--model, --base-model: are one name; name the tuned model and its base")
     try:
         parts = urlsplit(text)
         host, _ = parts.hostname, parts.port
+        (host or "").encode("idna")  # a label of more than 63 letters
     except ValueError:
         parts, host = urlsplit(""), None
     problem = None
@@ -97,7 +119,8 @@ def open_endpoint(text: str, model: str | None, base_model: str | None, say: Cal
     elif parts.query or parts.fragment:
         problem = "has a ? or #; write http://HOST:PORT/v1"
     if problem:
-        raise FinetuneError(f"--endpoint {printable('an address' if '@' in text else text)}: {problem}")
+        shown = "an address" if set("@?#") & set(text) else hide_secrets(printable(text), known_secrets())
+        raise FinetuneError(f"--endpoint {shown}: {problem}")
     url = text.rstrip("/").removesuffix("/completions").removesuffix("/chat").rstrip("/")
     if not urlsplit(url).path:
         url += "/v1"
@@ -109,6 +132,11 @@ def open_endpoint(text: str, model: str | None, base_model: str | None, say: Cal
             names = ", ".join(map(printable, served[:8])) or "none"
             raise FinetuneError(f"--endpoint {url}: serves several models or none; name one with --model: {names}")
         model = served[0]
+        if trained_from and _last_part(model) == _last_part(trained_from):
+            raise FinetuneError(
+                f"--endpoint {url}: serves {printable(model)} alone, which is the run's base; load the tuned model "
+                "there, or name it with --model"
+            )
     return Endpoint(url, model, base_model)
 
 
@@ -121,26 +149,69 @@ def reply_of(
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     message = choice.get("message") if isinstance(choice, dict) else None
-    text, thoughts = None, None
+    text, thoughts, calls = None, None, []
     if isinstance(message, dict):
-        text, thoughts = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
+        text, thoughts = _text_of(message.get("content")), message.get("reasoning_content") or message.get("reasoning")
+        calls = message.get("tool_calls") or []
+        if not calls and isinstance(message.get("function_call"), dict):
+            calls = [{"function": message["function_call"]}]
     if isinstance(asked, Passage) and isinstance(choice, dict):
-        text = choice.get("text")
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
+        text = _text_of(choice.get("text"))
     if isinstance(calls, list) and calls:
         text = "\n".join([text or "", *map(_written_call, calls)])
     if isinstance(thoughts, str) and thoughts:  # as the model wrote it; metrics read what follows
         text = f"<think>\n{thoughts}\n</think>\n\n{text}" if text else f"<think>\n{thoughts}"
-    elif text is None and isinstance(message, dict):
+    elif text is None and isinstance(message, dict) and message.get("content") is None:
         text = ""
-    if not isinstance(choice, dict) or not isinstance(text, str):
-        raise _no_answer(endpoint.url + path, f"the reply has no answer in choices{_reason(reply)}")
-    ending = choice.get("finish_reason")
+    page = endpoint.url + path
+    if not isinstance(choice, dict) or text is None:
+        raise _no_answer(page, f"the reply has no answer in choices{_reason(reply)}")
+    ending, usage = choice.get("finish_reason"), reply.get("usage")
     if ending in HALF_ANSWERS:
-        raise _no_answer(endpoint.url + path, f"the server broke the answer off: {ending}")
+        raise _no_answer(page, f"the server broke the answer off: {ending}")
+    if len(text) > LETTERS_PER_TOKEN * (max_new_tokens + 50):
+        raise _no_answer(page, f"{len(text):,} letters for at most {max_new_tokens} tokens; it ignores max_tokens")
     # A reply that was cut inside a UTF-16 pair has half of a character, which no file can hold.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return Answer(text.strip(), ending != "length")
+    read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return Answer(
+        text.strip(),
+        ending is None or str(ending).lower() in WHOLE_ANSWERS,
+        ending=printable(str(ending))[:40] if ending is not None else "",
+        prompt_tokens=read if isinstance(read, int) and read > 0 else None,
+    )
+
+
+def _text_of(content: Any) -> str | None:
+    """A message's text: a string, or the text chunks of a list."""
+    if isinstance(content, list):
+        chunks = [chunk.get("text") for chunk in content if isinstance(chunk, dict)]
+        texts = [text for text in chunks if isinstance(text, str)]
+        return "".join(texts) if texts else None
+    return content if isinstance(content, str) else None
+
+
+def server_notes(answers: Sequence[Answer], prompts: Sequence[int]) -> list[str]:
+    """Lines about what a server did to answers and prompts.
+
+    `prompts` are the prompts' lengths in tokens, by the run's own tokenizer and template.
+    """
+    notes = []
+    endings = Counter(answer.ending for answer in answers if not answer.ended and answer.ending not in ("", "length"))
+    for ending, count in endings.most_common(3):
+        notes.append(f"{counted(count, 'answer')} ended with {ending!r}, which is no whole ending; counted as cut")
+    shorter = [
+        (answer.prompt_tokens, own)
+        for answer, own in zip(answers, prompts, strict=True)
+        if answer.prompt_tokens is not None and answer.prompt_tokens < READ_SHARE * own
+    ]
+    if shorter:
+        read, own = max(shorter, key=lambda pair: pair[1] - pair[0])
+        notes.append(
+            f"the server read {read:,} of {own:,} tokens, and {counted(len(shorter), 'prompt')} so in all; "
+            "give it a longer context, or the answers are to half a question"
+        )
+    return notes
 
 
 def _question_sent(model: str, asked: Chat | Passage, max_new_tokens: int, drawn: Drawn) -> tuple[str, dict[str, Any]]:
@@ -172,7 +243,11 @@ class KeptAnswers:
         self._found: dict[str, Answer] = {}
         for row in read_lines(file) if file.is_file() else ():
             if isinstance(row.get("asked"), str) and isinstance(row.get("text"), str):
-                self._found[row["asked"]] = Answer(row["text"], row.get("ended") is True)
+                ending, read = str(row.get("ending", "")), row.get("prompt_tokens")
+                read = read if isinstance(read, int) else None
+                self._found[row["asked"]] = Answer(
+                    row["text"], row.get("ended") is True, ending=ending, prompt_tokens=read
+                )
 
     def of(
         self, model: str, asked: Chat | Passage, max_new_tokens: int, drawn: Drawn = LIKELIEST
@@ -184,7 +259,8 @@ class KeptAnswers:
 
     def keep(self, key: str, answer: Answer) -> None:
         self._found[key] = answer
-        append_lines(self.file, [{"asked": key, "text": answer.text, "ended": answer.ended}])
+        line = {"asked": key, "text": answer.text, "ended": answer.ended}
+        append_lines(self.file, [line | {"ending": answer.ending, "prompt_tokens": answer.prompt_tokens}])
 
     def forget(self) -> None:
         """The evaluation has all answers."""
@@ -337,9 +413,15 @@ def _written_call(call: Any) -> str:
     function = function if isinstance(function, dict) else {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError):  # the metric says that it is not JSON
+        with suppress(ValueError, RecursionError):  # the metric says that it is not JSON
             arguments = json.loads(arguments)
     return json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
+
+
+def _last_part(model: str) -> str:
+    """A model's name without its owner, folder, `package:` and Ollama's `:latest`: `org/Name` -> `name`."""
+    name = model.removeprefix("package:").removesuffix(":latest")
+    return name.rstrip("/").rpartition("/")[2].casefold()
 
 
 class _NoRedirect(HTTPRedirectHandler):
@@ -369,18 +451,34 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     direct = [ProxyHandler({})] if _is_loopback(str(urlsplit(url).hostname)) else []
     opener = build_opener(_NoRedirect, *direct)
-    waits = iter(WAITS)
-    while True:
-        wait, content = None, b""
+    waits, seconds = iter(WAITS), LIST_SECONDS if body is None else TIMEOUT
+
+    def exchange() -> tuple[HTTPError | None, bytes, str]:
+        """A refusal, the reply's bytes, and what its headers say that they are."""
         try:
-            with opener.open(Request(url, data, headers), timeout=TIMEOUT) as response:
+            with opener.open(Request(url, data, headers), timeout=seconds) as response:
                 content = response.read(MOST_REPLY_BYTES + 1)
                 if response.length:  # http.client reads a part without an error if the limit is given
                     raise HTTPException("the reply ends early")
-            break
+                kind = (response.headers.get("Content-Type"), response.headers.get("Content-Encoding"))
+                return None, content, ", ".join(filter(None, kind))
         except HTTPError as error:
+            content = b""
             with suppress(HTTPException, OSError):
                 content = error.read(MOST_REPLY_BYTES)
+            return error, content, ""
+
+    while True:
+        wait = None
+        try:
+            error, content, kind = _within(seconds, exchange)
+            if error is not None:
+                raise error
+            reply = _object(content)
+            if reply is None and content.lstrip().startswith(b"{") and not content.rstrip().endswith(b"}"):
+                raise HTTPException("the reply ends early")
+            break
+        except HTTPError as error:
             said = _reason(_object(content))
             if error.code in PASSING:
                 problem = f"{error.code} {_STATES.get(error.code, 'a fault of the server')}{said}"
@@ -391,6 +489,8 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
                     served = _served(url.removesuffix("/completions").removesuffix("/chat"))[:8]
                 names = f"; served are {', '.join(served)} (--model)" if served else ""
                 raise _fault(url, f"404, no such page or no model {body['model']}{said}{names}") from None
+            elif error.code == 404:
+                raise _fault(url, f"404, lists no models{said}; name one with --model") from None
             elif 300 <= error.code < 400:
                 raise _fault(url, "redirects to another address, which is not followed; name that one") from None
             else:
@@ -401,12 +501,12 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
                 raise _no_answer(url, f"{problem}; {remedy}") from None
         except TimeoutError:
             raise _no_answer(
-                url, f"no byte in {TIMEOUT:g} s; ask fewer tokens (--max-new-tokens) or another server"
+                url, f"no whole reply in {seconds:g} s; ask fewer tokens (--max-new-tokens) or another server"
             ) from None
         except (URLError, HTTPException, OSError) as error:
             reason = error.reason if isinstance(error, URLError) else error
             if isinstance(reason, TimeoutError):
-                raise _fault(url, f"no connection in {TIMEOUT:g} s; is the server running?") from None
+                raise _fault(url, f"no connection in {seconds:g} s; is the server running?") from None
             if isinstance(reason, ssl.SSLCertVerificationError):
                 raise _fault(url, f"its certificate is not trusted: {reason.verify_message}") from None
             if isinstance(reason, ssl.SSLError):
@@ -418,10 +518,34 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         if pause is None:
             raise _no_answer(url, f"{problem}; {len(WAITS) + 1} tries")
         time.sleep(pause if wait is None else wait)
-    reply = _object(content)
     if reply is None:
-        raise _fault(url, "the reply is not a JSON object; is this the address of an OpenAI-compatible API (/v1)?")
+        problem = f"the reply is no JSON object ({kind or 'of no named kind'})"
+        raise _fault(url, f"{problem}; is this the address of an OpenAI-compatible API (/v1)?")
     return reply
+
+
+def _within(seconds: float, work: Callable[[], _Result]) -> _Result:
+    """`work`, on a thread that is left behind if it takes longer. Raises TimeoutError.
+
+    A socket's own limit is for each read, so a server that drips bytes would never reach it.
+    """
+    results: list[_Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError
+    return results[0]
 
 
 _STATES = {

@@ -21,7 +21,7 @@ from finetune.architecture import attention
 from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError, NotFinite
 from finetune.finished_run.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
-from finetune.finished_run.endpoint import Endpoint, KeptAnswers, conversations, endpoint_answers
+from finetune.finished_run.endpoint import Endpoint, KeptAnswers, conversations, endpoint_answers, server_notes
 from finetune.finished_run.eval_request import EvalRequest, refuse_unknown_thresholds
 from finetune.finished_run.export_step import run_at
 from finetune.finished_run.lm_eval_tasks import task_figures, tasks_in_words
@@ -238,6 +238,8 @@ def _measured_there(
                         f"{name}: {counted(shown, 'answer')} end with {stop}, which the server shows as text; "
                         "they are scored so"
                     )
+            for note in server_notes(found, [len(prompt.prompt_ids) for prompt in question.asked.prompts]):
+                say(f"{name}: {note}")
             answers[name] = found
         outcome = question.compare(answers["base"], answers["tuned"] or [])
         result[question.key] = outcome.figures

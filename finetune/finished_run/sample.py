@@ -28,7 +28,7 @@ from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError
 from finetune.files import append_lines, disk_errors, lock, read_lines, write_json, write_text
 from finetune.finished_run.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
-from finetune.finished_run.endpoint import Drawn, KeptAnswers, conversations, endpoint_answers
+from finetune.finished_run.endpoint import Drawn, KeptAnswers, conversations, endpoint_answers, server_notes
 from finetune.finished_run.kept_rows import kept_rows, sampled_figures
 from finetune.finished_run.load import (
     FinishedRun,
@@ -425,10 +425,10 @@ def _answers(
                 Drawn(request.temperature, request.top_p, int(hashed.uniform(draw, 0) * 2**31)) for draw in draws[chunk]
             ]
             new = asked.max_new_tokens
-            yield (
-                chunk,
-                endpoint_answers(endpoint, endpoint.model, questions, new, show_chunk(chunk), kept, draws=drawn),
-            )
+            found = endpoint_answers(endpoint, endpoint.model, questions, new, show_chunk(chunk), kept, draws=drawn)
+            for note in server_notes(found, [len(asked.prompts[i].prompt_ids) for i in chunk for _ in range(count)]):
+                say(note)
+            yield chunk, found
         kept.forget()
         return
     tokenizer = load_run_tokenizer(writer)

@@ -32,11 +32,16 @@ GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated answer, and whether its last token ends it; else it was cut at the most new tokens."""
+    """A generated answer, and whether its last token ends it; else it was cut at the most new tokens.
+
+    A server's answer has the server's own word for its ending, and how many tokens of the prompt the server read.
+    """
 
     text: str
     ended: bool
     tokens: list[int] = field(default_factory=list, compare=False)
+    ending: str = field(default="", compare=False)
+    prompt_tokens: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

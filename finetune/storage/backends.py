@@ -7,6 +7,7 @@ it writes a small object if there is none with that name, and only one of two wr
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import re
 import shutil
@@ -75,11 +76,16 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         if scheme == "s3":
             options["config_kwargs"] = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS}
-        return ObjectStorage(url, fsspec.filesystem(scheme, **options))
+        storage = ObjectStorage(url, fsspec.filesystem(scheme, **options))
     except ImportError as error:
         needed = {"gs": "gcsfs", "az": "adlfs", "hf": "hf_xet"}.get(url.partition("://")[0])
         remedy = f"pip install {needed}" if needed else f"in the checkout: {install_command('storage')}"
         raise FinetuneError(f"{url}: a package is missing ({' '.join(str(error).split())}); {remedy}") from None
+    if scheme == "s3" and not storage.is_atomic:
+        raise FinetuneError(
+            f"{url}: this s3fs looks before it writes, so it keeps no two writers apart; pip install 's3fs>=2024.12'"
+        )
+    return storage
 
 
 class FolderStorage:
@@ -144,12 +150,15 @@ class ObjectStorage:
     """A bucket, by an fsspec file system.
 
     `create` is fsspec's `mode="create"`: If-None-Match on S3. storage/journal.py tries once whether the store obeys it.
+    A file system whose own write knows no mode gets fsspec's: look, then write. It is not atomic.
     """
 
-    is_shared, in_one_commit, is_atomic = True, False, True
+    is_shared, in_one_commit = True, False
 
     def __init__(self, url: str, system: Any) -> None:
         self.url, self._system, self._root = url, system, url.rstrip("/")
+        write = getattr(type(system), "_pipe_file", None)
+        self.is_atomic = write is not None and "mode" in inspect.signature(write).parameters
 
     def names(self) -> list[str]:
         try:

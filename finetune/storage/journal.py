@@ -12,6 +12,9 @@ Entries are only created, each with the number after the one before, so two writ
 If A creates 8 first, B fails, and refuses to start. So a checkpoint that A publishes is either in the entry from which
 B begins, or in none. A's late files lie in 00000008/, to which no entry refers, because an entry that takes over adds
 none. No clock is compared: B watches the counter with its own clock.
+
+Nothing is deleted by the form of its name: each entry lists what its owner still has to delete (`gone`). A journal
+begins only where nothing else lies.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -38,7 +41,8 @@ SETTLE_SECONDS = 5.0  # without conditional writes: from a look to the write aft
 KEPT_ENTRIES = 50  # an owner that slept for more looks at the newest entry too
 CLOSE_SECONDS = 10.0
 ATTEMPTS, FIRST_WAIT_SECONDS = 3, 2.0
-_ENTRY = re.compile(r"(\d{8})\.json")
+_ENTRY = re.compile(r"([0-9]{8})\.json")
+_LISTED = re.compile(r"[0-9]{8}|[0-9]{8}\.json|lease-[0-9]{8}\.json")
 _OTHER_PREFIX = "name another place in run.storage"
 
 
@@ -65,10 +69,16 @@ class Entry:
     records: Mapping[str, int] = field(default_factory=dict)  # name -> bytes, in `records_folder`
     records_folder: str = ""
     token: str = ""  # random: tells this entry from another writer's
+    gone: tuple[str, ...] = ()  # names that earlier entries made and no entry needs; the owner deletes them
 
     @property
     def name(self) -> str:
         return entry_name(self.number)
+
+    @property
+    def folders(self) -> set[str]:
+        """The folders that this entry refers to."""
+        return {self.records_folder, *(saved.folder for saved in self.checkpoints)} - {""}
 
     def as_bytes(self) -> bytes:
         return json.dumps({"format": 1, **asdict(self)}, indent=1).encode()
@@ -81,12 +91,16 @@ def entry_name(number: int) -> str:
 def newest_entry(storage: Storage) -> Entry | None:
     """The newest entry; None: no run is there. Raises FinetuneError for one that no run wrote."""
     for _ in range(3):  # the owner may delete an old entry that was the newest when it was listed
-        numbers = [int(match[1]) for name in storage.names() if (match := _ENTRY.fullmatch(name))]
+        numbers = _numbers(storage.names())
         if not numbers:
             return None
         with suppress(FileNotFoundError):
             return _entry(storage, max(numbers))
     raise EnvironmentMismatch(f"{storage.url}: its newest entry cannot be read; try again later")
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    return [int(match[1]) for name in names if (match := _ENTRY.fullmatch(name))]
 
 
 def _entry(storage: Storage, number: int) -> Entry:
@@ -104,13 +118,16 @@ def _entry(storage: Storage, number: int) -> Entry:
             dict(value["records"]),
             str(value["records_folder"]),
             str(value["token"]),
+            tuple(map(str, value.get("gone", ()))),  # absent in entries of release 1.0.0
         )
         names = [*found.records, *(name for saved in checkpoints for name in saved.files)]
         folders = [found.records_folder or "00000000", *(saved.folder for saved in checkpoints)]
         if not all(re.fullmatch(r"[\w-][\w.-]*", name) for name in names):
             raise ValueError("a file's name")
-        if not all(re.fullmatch(r"\d{8}", folder) for folder in folders):
+        if not all(re.fullmatch(r"[0-9]{8}", folder) for folder in folders):
             raise ValueError("a folder's name")
+        if not all(_LISTED.fullmatch(name) for name in found.gone):
+            raise ValueError("a name to delete")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FinetuneError(
             f"{storage.url}/{entry_name(number)}: is not what a run writes ({one_line(error, 80)}); {_OTHER_PREFIX}"
@@ -164,11 +181,12 @@ class Lease:
             token=os.urandom(8).hex(),
         )
         assert new_folder == self.next_folder
+        entry = replace(entry, gone=self._not_needed(entry))
         self.storage.begin()
         for path, source in files.items():
             self.storage.put(f"{new_folder}/{path}", source)
         if self.storage.in_one_commit:
-            self.storage.remove(self._not_needed(entry))
+            self.storage.remove(entry.gone)
         # An entry that is there already is this one if its answer was lost on the way. Else it is a newer owner's.
         is_new = self.storage.create(entry.name, entry.as_bytes())
         if not is_new and _entry(self.storage, entry.number).token != entry.token:
@@ -178,7 +196,7 @@ class Lease:
         self.refresh()
         if not self.storage.in_one_commit:
             with suppress(Exception):  # the next entry deletes them
-                self.storage.remove(self._not_needed(entry))
+                self.storage.remove(entry.gone)
 
     @property
     def next_folder(self) -> str:
@@ -220,22 +238,19 @@ class Lease:
         self._closed.set()
         self._renewals.join(CLOSE_SECONDS)
 
-    def _not_needed(self, entry: Entry) -> list[str]:
-        needed = {entry.records_folder, *(saved.folder for saved in entry.checkpoints)}
-        gone = []
-        for name in self.storage.names():
-            number = re.fullmatch(r"(?:lease-)?(\d{8})(?:\.json)?", name)
-            if number is None or name in needed:
-                continue
-            if name.startswith("lease-"):
-                old = int(number[1]) < entry.owner
-            elif name.endswith(".json"):
-                old = int(number[1]) < entry.number - KEPT_ENTRIES
-            else:
-                old = int(number[1]) <= entry.number
-            if old:
-                gone.append(name)
-        return gone
+    def _not_needed(self, entry: Entry) -> tuple[str, ...]:
+        """What earlier entries listed and `entry` does not need, as far as it is there.
+
+        The folder with the owner's own number belongs to the owner before: it may have been writing there when it lost
+        the run, and an entry that takes over adds none.
+        """
+        names = set(self.storage.names())
+        listed = {*self.entry.gone, *self.entry.folders}
+        if entry.owner > 1:
+            listed.add(f"{entry.owner:08d}")
+        # This journal created each number up to this entry's, because `create` succeeds for one writer alone.
+        listed |= {entry_name(number) for number in _numbers(names) if number < entry.number - KEPT_ENTRIES}
+        return tuple(sorted((listed - entry.folders) & names))
 
     def _renew(self) -> None:
         while not self._closed.wait(RENEW_SECONDS):
@@ -272,6 +287,10 @@ def take_lease(storage: Storage, before: Entry | None, log: Callable[[str], None
     number = 1 if before is None else before.number + 1
     by = f"process {os.getpid()} on {socket.gethostname()}" if storage.is_shared else ""
     entry = replace(before or Entry(number, number, by), number=number, owner=number, by=by, token=os.urandom(8).hex())
+    if before is None:
+        check_empty(storage)
+    else:
+        entry = replace(entry, gone=(*before.gone, _lease_name(before.owner), f"{number:08d}"))
     storage.begin()
     if storage.is_shared:
         storage.put(_lease_name(number), _lease(0, closed=False))
@@ -282,6 +301,15 @@ def take_lease(storage: Storage, before: Entry | None, log: Callable[[str], None
     if not is_new and _entry(storage, number).token != entry.token:
         raise _in_use(storage, newest_entry(storage), "began at the same moment")
     return Lease(storage, entry)
+
+
+def check_empty(storage: Storage) -> None:
+    """Raise FinetuneError for a place without a journal that holds other things. A new branch is a copy of main."""
+    names = [] if storage.in_one_commit else storage.names()
+    others = [name for name in names if name != _lease_name(1)]  # of a start that ended before its first entry
+    if others:
+        named = ", ".join(one_line(name, 60) for name in others[:3])
+        raise FinetuneError(f"{storage.url}: holds other files ({named}) and no run; {_OTHER_PREFIX}")
 
 
 def is_conditional(lease: Lease) -> bool:

@@ -28,7 +28,7 @@ from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine
 from finetune.run_folder.facts import STATE, read_state
 from finetune.run_folder.folder import RunIdentity
 from finetune.storage.backends import Storage, explain, open_storage
-from finetune.storage.journal import Entry, attempt, is_conditional, newest_entry, take_lease
+from finetune.storage.journal import Entry, attempt, check_empty, is_conditional, newest_entry, take_lease
 from finetune.storage.mirror import MIRRORED_FILES, Mirror, with_own_paths
 
 
@@ -45,7 +45,8 @@ def check_storage(recipe: Recipe) -> None:
     try:
         if isinstance(storage, HubBranch | HubBucket):
             attempt(storage, storage.check)
-        attempt(storage, lambda: newest_entry(storage))
+        if attempt(storage, lambda: newest_entry(storage)) is None:
+            attempt(storage, lambda: check_empty(storage))
     except FinetuneError as error:
         raise type(error)(f"{recipe.storage_key}: {hide_secrets(str(error), known_secrets())}") from error.__cause__
 

@@ -130,22 +130,33 @@ FAULTS = {
     "429": "429 too many requests: ?[31mno to Bearer ***; 3 tries",
     "500": "500 a fault of the server",
     "302": "redirects to another address, which is not followed",
-    "not json": "the reply is not a JSON object; is this the address of an OpenAI-compatible API (/v1)?",
+    "not json": "the reply is no JSON object (application/json); is this the address of an OpenAI-compatible API",
+    "stream": "the reply is no JSON object (text/event-stream); is this",
+    "gzip": "the reply is no JSON object (application/json, gzip); is this",
+    "cut": "the connection broke: the reply ends early; 3 tries",
+    "408": "408 a fault of the server: ?[31mno to Bearer ***; 3 tries",
+    "409": "409 a fault of the server: ?[31mno to Bearer ***; 3 tries",
+    "425": "425 a fault of the server: ?[31mno to Bearer ***; 3 tries",
+    "drip": "no whole reply in 0.5 s; ask fewer tokens",
+    "continue": "no whole reply in 0.5 s; ask fewer tokens",
     "no choices": "the reply has no answer in choices: no credit",
     "null choices": "the reply has no answer in choices",
     "abort": "the server broke the answer off: abort",
     "422": "422 refused: no extra fields",
-    "slow": "no byte in 0.5 s; ask fewer tokens",
+    "slow": "no whole reply in 0.5 s; ask fewer tokens",
     "truncated": "the connection broke: the reply ends early; 3 tries",
     "broken": "the connection broke: ",
 }
+
+
+CALL = {"name": "add", "arguments": {"a": 1}}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.sample(5, thorough=14)
+@pytest.mark.sample(8, thorough=22)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_one_line(
     fault: str, run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -258,14 +269,17 @@ def test_nothing_is_sent_after_a_redirect(server: OpenAI, run: Path, monkeypatch
         ("http://", "is not the address of a server"),
         ("http://localhost/a b", "is not the address of a server"),
         ("https://me:word@localhost/v1", "an address: has a name or a password in it; set FINETUNE_ENDPOINT_KEY"),
-        ("http://localhost/v1?key=word", "has a ? or #"),
+        ("http://localhost/v1?key=word", "an address: has a ? or #"),
+        ("https://localhost/v1#key=word", "an address: has a ? or #"),
+        (f"http://{'a' * 64}.example/v1", "is not the address of a server"),
+        ("http://a..b/v1", "is not the address of a server"),
     ],
 )
 def test_a_bad_address(url: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(run), "--endpoint", url]) == 2
     printed = capsys.readouterr().err
     assert message in printed
-    assert "me:word" not in printed
+    assert "word" not in printed.replace("password", "")
 
 
 def test_nobody_listens(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,3 +401,102 @@ def test_an_answer_that_was_cut(server: OpenAI) -> None:
     place: Any = Endpoint(f"{server.url}/v1", "tuned")
     assert not reply_of(place, "tuned", Passage("a", ""), max_new_tokens=4).ended
     assert reply_of(place, "tuned", Passage("a", ""), max_new_tokens=64).ended
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": [{"type": "text", "text": "ye"}, {"type": "text", "text": "s"}]}, "yes"),
+        ({"content": [{"type": "thinking", "thinking": []}, {"type": "text", "text": "yes"}]}, "yes"),
+        ({"content": None, "function_call": CALL | {"arguments": '{"a": 1}'}}, json.dumps(CALL)),
+        ({"content": 7, "tool_calls": [{"function": CALL}]}, json.dumps(CALL)),
+        (
+            {"content": [], "tool_calls": [{"function": CALL | {"arguments": "["}}]},
+            json.dumps(CALL | {"arguments": "["}),
+        ),
+    ],
+)
+def test_the_forms_of_a_reply(message: dict[str, Any], text: str, server: OpenAI) -> None:
+    """Mistral's chunks, the function_call that tool_calls replaced, and content that is no text beside calls."""
+    server.message = message
+    assert reply_of(Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=8).text == text
+
+
+@pytest.mark.parametrize("content", [7, {"text": "yes"}, [], [7], [{"type": "image_url"}]])
+def test_a_reply_without_text_is_no_answer(content: Any, server: OpenAI) -> None:
+    server.message = {"content": content}
+    with pytest.raises(module.NoAnswer, match="the reply has no answer in choices"):
+        reply_of(Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=8)
+
+
+def test_arguments_of_any_depth_and_answers_of_any_length(server: OpenAI) -> None:
+    place = Endpoint(f"{server.url}/v1", "tuned")
+    server.message = {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
+    with pytest.raises(module.NoAnswer, match="ignores max_tokens"):
+        reply_of(place, "tuned", CHAT, max_new_tokens=8)
+    assert "[[[" in reply_of(place, "tuned", CHAT, max_new_tokens=600).text
+    server.message = {"content": "a" * 15_000_000}
+    with pytest.raises(module.NoAnswer, match="15,000,000 letters for at most 256 tokens; it ignores max_tokens"):
+        reply_of(place, "tuned", CHAT, max_new_tokens=256)
+
+
+@pytest.mark.parametrize(
+    ("ending", "whole"),
+    [
+        *(("stop", True), ("STOP", True), ("tool_calls", True), ("eos", True), ("end_turn", True), (None, True)),
+        *(("length", False), ("max_tokens", False), ("MAX_TOKENS", False), ("model_length", False), ("safety", False)),
+        *(("recitation", False), ("pause_turn", False), ("", False)),
+    ],
+)
+def test_only_known_endings_are_whole(ending: str | None, whole: bool, server: OpenAI) -> None:
+    server.ending = ending
+    assert reply_of(Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=64).ended == whole
+
+
+def test_another_ending_and_a_cut_prompt_are_told(
+    run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.ending, server.prompt_tokens = "MAX_TOKENS", 2
+    assert main(evaluated(run, server, "--metric", "exact")) == 0
+    out = capsys.readouterr().out
+    assert "tuned: 4 answers ended with 'MAX_TOKENS', which is no whole ending; counted as cut" in out
+    assert re.search(r"tuned: the server read 2 of \d+ tokens, and 4 prompts so in all; give it a longer context", out)
+    server.ending, server.prompt_tokens = "stop", 10_000
+    assert main(evaluated(run, server, "--metric", "exact")) == 0
+    assert "the server read" not in (out := capsys.readouterr().out)
+    assert "no whole ending" not in out
+
+
+def test_a_server_with_the_base_alone_has_no_tuned_model(
+    run: Path, tiny_llama: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scored as the tuned model, the base would pass --fail-under."""
+    words = ["--endpoint", server.url]
+    for name in (str(tiny_llama), tiny_llama.name, f"org/{tiny_llama.name.upper()}", f"{tiny_llama.name}:latest"):
+        server.models = [name]
+        for verb in (["eval", str(run), "--metric", "exact"], ["chat", str(run), "--prompt", "why"]):
+            assert main([*verb, *words]) == 2, name
+            assert "alone, which is the run's base; load the tuned model there" in capsys.readouterr().err
+        assert server.asked == []
+    assert main(["chat", str(run), "--prompt", "why", *words, "--model", server.models[0]]) == 0  # the user's own word
+
+
+def test_names_of_models(run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    key = "sk-" + "a1B2" * 8
+    for option in ("--model", "--base-model"):
+        assert main(["eval", str(run), "--endpoint", server.url, option, key]) == 2
+        assert key not in (printed := capsys.readouterr().err)
+        assert f"{option}: holds a key or a token" in printed
+    assert main(["eval", str(run), "--endpoint", server.url, "--model", "a", "--base-model", "a"]) == 2
+    assert "are one name" in capsys.readouterr().err
+    server.fault = "no list"
+    assert main(["eval", str(run), "--endpoint", server.url]) == 4
+    assert "404, lists no models; name one with --model" in capsys.readouterr().err
+
+
+def test_a_list_that_never_ends(run: Path, server: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LIST_SECONDS", 0.3)
+    server.fault = "drip"
+    began = time.monotonic()
+    assert main(["chat", str(run), "--endpoint", server.url, "--prompt", "why"]) == 4
+    assert time.monotonic() - began < 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import random
 import threading
 import time
@@ -239,6 +240,76 @@ def test_kills_at_random_places_leave_a_whole_storage(url: str, monkeypatch: pyt
     names = FaultyStorage(url).names()
     assert len([name for name in names if "lease" in name]) <= 12
     assert len([name for name in names if name.endswith(".json")]) <= journal.KEPT_ENTRIES + 14
+    last = take_lease_quickly(FaultyStorage(url), newest_entry(FaultyStorage(url)))
+    publish(last, step + 1)
+    last.close()
+    folders = {name for name in last.storage.names() if not name.endswith(".json")}
+    assert folders == last.entry.folders, "a folder of an owner that was killed stays"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "00000000/left.png",
+        "00000001/frame.jpg",
+        "00000002",
+        "20250331/notes.txt",
+        "lease-00000007.json",
+        "٠٠٠٠٠٠٠١.json",
+        "notes.txt",
+        ".hidden",
+    ],
+)
+def test_a_place_with_other_files_is_no_runs(url: str, tmp_path: Path, other: str) -> None:
+    file = tmp_path / "store" / other
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(
+        FinetuneError, match=rf"store: holds other files \({file.relative_to(tmp_path / 'store').parts[0]}\)"
+    ):
+        take_lease(FaultyStorage(url), None, lambda _: None)
+    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == [file]
+
+
+def test_what_no_entry_listed_is_never_deleted(
+    url: str, tmp_path: Path, leases: list[Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody puts folders and files beside a run, named as its own. Three owners write 70 entries."""
+    monkeypatch.setattr("finetune.storage.backends.sync", lambda path: None)
+    lease = taken(url, leases)
+    others = ["00000000/a", "00000001/a", "00000500/a", "20250331/a", "lease-00000000.json", "lease-00000099.json"]
+    for name in others:
+        (tmp_path / "store" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "store" / name).write_text("mine")
+    for owner in range(3):
+        for step in range(1, 24):
+            publish(lease, owner * 100 + step)
+        lease.close()
+        lease = taken(url, leases, check_whole(url))
+    assert [name for name in others if not (tmp_path / "store" / name).is_file()] == []
+    entries = [name for name in lease.storage.names() if name.endswith(".json") and "lease" not in name]
+    assert len(entries) <= journal.KEPT_ENTRIES + 3, "old entries are deleted"
+
+
+def test_an_entry_that_asks_to_delete_other_names_is_refused(url: str, tmp_path: Path, leases: list[Lease]) -> None:
+    lease = taken(url, leases)
+    publish(lease, 2)
+    file = tmp_path / "store" / lease.entry.name
+    for name in ("../elsewhere", "notes.txt", "checkpoints", "00000001/x", ""):
+        value = json.loads(file.read_text("utf-8"))
+        file.write_text(json.dumps({**value, "gone": [name]}))
+        with pytest.raises(FinetuneError, match="is not what a run writes"):
+            newest_entry(FaultyStorage(url))
+
+
+def test_an_entry_of_release_1_0_0_is_read(url: str, tmp_path: Path, leases: list[Lease]) -> None:
+    lease = taken(url, leases)
+    publish(lease, 2)
+    file = tmp_path / "store" / lease.entry.name
+    value = json.loads(file.read_text("utf-8"))
+    del value["gone"]
+    file.write_text(json.dumps(value))
+    assert check_whole(url).checkpoints == lease.entry.checkpoints
 
 
 def take_lease_quickly(storage: FaultyStorage, before: Entry | None) -> Lease:

@@ -45,6 +45,20 @@ def no_memory_of_records() -> Iterator[None]:
     restart._fetched_records.cache_clear()
 
 
+def test_a_folder_of_somebody_is_refused_before_anything_is_written(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frames = [tmp_path / "store" / f"{number:08d}" / "left.png" for number in range(3)]
+    for frame in frames:
+        frame.parent.mkdir(parents=True)
+        frame.write_text("image")
+    assert main([str(recipe)]) == 2
+    assert "run.storage: file://" in (error := capsys.readouterr().err)
+    assert "holds other files (00000000, 00000001, 00000002) and no run; name another place" in error
+    assert all(frame.read_text() == "image" for frame in frames)
+    assert not (tmp_path / "first").exists()
+
+
 def lose_machine_after(monkeypatch: pytest.MonkeyPatch, last: int, folder: Path) -> None:
     """The machine goes away after a step: its folder with it. The start ends by an error that saves nothing."""
     original, count = loop.optimizer_step, [0]

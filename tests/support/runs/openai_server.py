@@ -1,4 +1,4 @@
-"""A loopback server that speaks OpenAI's API, right or with one of fourteen faults."""
+"""A loopback server that speaks OpenAI's API, right or with a fault."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class OpenAI:
         fault: status, or a name below; `times` says how often, then the server is right.
         reply: (model, body) -> an answer's text.
         message: Keys of a chat's answer that win over the usual ones.
+        ending: The finish_reason of an answer that is not cut.
+        prompt_tokens: usage.prompt_tokens.
         fault_of: body -> its fault, if it has one of its own.
     """
 
@@ -27,6 +29,8 @@ class OpenAI:
     reply: Callable[[str, dict[str, Any]], str] = lambda model, body: f"{model} answers"
     fault: str = ""
     message: dict[str, Any] = field(default_factory=dict)
+    ending: str | None = "stop"
+    prompt_tokens: int | None = None
     fault_of: Callable[[dict[str, Any]], str] = lambda body: ""
     times: int = 10**6
     headers: dict[str, Any] = field(default_factory=dict)
@@ -45,17 +49,28 @@ def serving(state: OpenAI) -> Iterator[OpenAI]:
 
         def send(self, status: int, content: bytes, *, length: int | None = None, **headers: str) -> None:
             self.send_response(status)
-            for name, value in {"Content-Type": "application/json", **headers}.items():
+            for name, value in {"Content_Type": "application/json", **headers}.items():
                 self.send_header(name.replace("_", "-"), value)
             self.send_header("Content-Length", str(len(content) if length is None else length))
             self.end_headers()
             self.wfile.write(content)
 
         def do_GET(self) -> None:
-            if self.path != "/v1/models":
+            if state.fault == "drip":
+                self.drip()
+                return
+            if self.path != "/v1/models" or state.fault == "no list":
                 self.send(404, b"{}")
                 return
             self.send(200, json.dumps({"data": [{"id": name} for name in state.models]}).encode())
+
+        def drip(self) -> None:
+            """A byte now and then, without end: each read of the client succeeds."""
+            self.send_response(200)
+            self.end_headers()
+            for _ in range(400):
+                self.wfile.write(b" ")
+                time.sleep(0.02)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -86,6 +101,18 @@ def serving(state: OpenAI) -> Iterator[OpenAI]:
                 return self.send(200, b'{"choices": null}')
             if fault == "slow":
                 time.sleep(3)
+            if fault == "drip":
+                return self.drip()
+            if fault == "continue":
+                for _ in range(400):
+                    self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    time.sleep(0.02)
+            if fault == "stream":
+                return self.send(200, b"data: {}\n\n", Content_Type="text/event-stream")
+            if fault == "gzip":
+                return self.send(200, b"\x1f\x8b\x08\x00", Content_Encoding="gzip")
+            if fault == "cut":  # as HTTP/1.0 without a length
+                return self.send(200, b'{"choices": [{"mess')
             if fault == "truncated":
                 return self.send(200, b'{"choices"', length=500)
             if fault == "broken":
@@ -96,14 +123,16 @@ def serving(state: OpenAI) -> Iterator[OpenAI]:
             time.sleep(0.02)
             text = state.reply(body["model"], body)
             if self.path == "/v1/completions":
-                choice: dict[str, Any] = {"text": text, "finish_reason": "stop"}
+                choice: dict[str, Any] = {"text": text, "finish_reason": state.ending}
             else:
-                choice = {"message": {"role": "assistant", "content": text, **state.message}, "finish_reason": "stop"}
+                choice = {"message": {"role": "assistant", "content": text, **state.message}}
+                choice["finish_reason"] = state.ending
             if len(text) > 4 * body["max_tokens"]:
                 choice["finish_reason"] = "length"
             if fault == "abort":
                 choice["finish_reason"] = "abort"
-            return self.send(200, json.dumps({"choices": [choice]}).encode())
+            usage = {"usage": {"prompt_tokens": state.prompt_tokens}}
+            return self.send(200, json.dumps({"choices": [choice], **usage}).encode())
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *_: Any) -> None:  # the client went away, or a fault closed the connection
