@@ -48,7 +48,7 @@ NOT_VARIED = {
     "strategy": "is no recipe key; write --vary accelerate_config=zero2,zero3,fsdp2",
     "output_dir": "each row has its own; name the comparison's folder by -o",
 }
-REWARDS = ("reward_accuracy", "reward_margin", "kl_by_token", "kl", "logp_chosen_by_token", "logps_chosen")
+COMPARED_REWARDS = ("reward_accuracy", "reward_margin", "kl_by_token", "kl", "logp_chosen_by_token", "logps_chosen")
 # A comparison sets these for every job. A recipe's own are overridden; the command line may not name them.
 JOB_SETTINGS = {
     "training.early_stopping_patience": "null",
@@ -238,7 +238,7 @@ def figures(lines: Sequence[dict[str, Any]], receipt: dict[str, Any]) -> Row:
     by_phase = {name: [line for line in lines if line.get("phase") == name] for name in PHASES}
     held_out = {
         name: [[line["step"], line[name]] for line in lines if line["kind"] == "eval" and line.get(name) is not None]
-        for name in ("loss", *REWARDS)
+        for name in ("loss", *COMPARED_REWARDS)
     }
     return {
         "world_size": receipt["world_size"],
