@@ -17,7 +17,7 @@ from fractions import Fraction
 import regex
 
 LONGEST_NUMERAL = 400  # of one numeral
-EXACT = Fraction(1, 10**9)  # a relative difference that counts as none
+EXACT_DECIMALS = Fraction(1, 10**9)  # a relative difference that counts as none
 
 _SUPERSCRIPT = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
 _SAME = str.maketrans(
@@ -168,4 +168,4 @@ def same_number(given: Fraction, expected: Fraction, tolerance: Fraction | None)
     """Equal within `tolerance` times `expected`. None: whole numbers exactly, others to nine digits."""
     if tolerance is None and given.denominator == expected.denominator == 1:
         return given == expected
-    return abs(given - expected) <= (EXACT if tolerance is None else tolerance) * abs(expected)
+    return abs(given - expected) <= (EXACT_DECIMALS if tolerance is None else tolerance) * abs(expected)
