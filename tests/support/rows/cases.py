@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,13 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, wh
 
 @cache
 def cases_in(file: Path) -> dict[str, Any]:
-    """Name -> case, in the file's order."""
-    return dict(yaml.load(file.read_text("utf-8"), _Loader))
+    """Name -> case, in the file's order. A name that stands twice is refused: YAML would drop the first case."""
+    loader = _Loader(file.read_text("utf-8"))
+    node = loader.get_single_node()
+    names = Counter(name.value for name, _ in node.value)
+    twice = [name for name, count in names.items() if count > 1]
+    assert not twice, f"{file}: more than one case is named {', '.join(twice)}"
+    return dict(loader.construct_document(node))
 
 
 def case_named(place: str) -> Any:
