@@ -106,9 +106,7 @@ def settings_of_rows(vary: Sequence[str], seeds: int = 1) -> dict[str, RowSettin
     axes: dict[str, list[str]] = {}
     for word in [*vary, *[f"training.seed={','.join(map(str, range(1, seeds + 1)))}"] * (seeds > 1)]:
         key, _, text = (part.strip() for part in word.partition("="))
-        # A comma within brackets or quotes belongs to its value.
-        found = re.findall(r"(?:\{.*?\}|\[.*?\]|\".*?\"|'.*?'|[^,])+", text)
-        values = list(dict.fromkeys(value.strip() for value in found if value.strip()))
+        values = list(dict.fromkeys(filter(None, _split_values(text))))
         if not key or not values or key in axes:
             raise FinetuneError(f"--vary: {word}: write each key once, as training.learning_rate=1e-4,5e-4")
         if key in NOT_VARIED:
@@ -122,6 +120,22 @@ def settings_of_rows(vary: Sequence[str], seeds: int = 1) -> dict[str, RowSettin
     shown = [end if ends.count(end) == 1 else key for end, key in zip(ends, axes, strict=True)]
     rows = [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())]
     return {" ".join(map("=".join, zip(shown, row.values(), strict=True))): row for row in rows}
+
+
+def _split_values(text: str) -> list[str]:
+    """Split at commas, but not within brackets or quotes, however deep: "{a: [1, 2]},null" has two values."""
+    values, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        depth += 0 if quote else (letter in "{[") - (letter in "}]")
+        if letter == "," and not quote and depth <= 0:
+            values.append("")
+        else:
+            values[-1] += letter
+    return [value.strip() for value in values]
 
 
 def plan_comparison(
@@ -190,6 +204,9 @@ def _is_finished(row: ComparedRow) -> bool:
         there = recipe_from_resolved(row.folder / "recipe.yaml")
         began = (row.folder / "recipe.yaml").stat().st_mtime
         files = [file for entry in there.data.sets for file in resolve(entry).files]
+        files += [Path(name) for name in (there.eval.generate.file,) if name is not None]
+        if there.model.adapter is not None and Path(there.model.adapter).is_dir():
+            files += Path(there.model.adapter).glob("*.safetensors")
         edited = any(file.stat().st_mtime > began for file in files)
     except (FinetuneError, OSError):
         return False
@@ -283,7 +300,7 @@ def points_of(row: Row, measure: str) -> list[list[Any]]:
     """A row's held-out figures as [step, value]; if nothing is held out, the final training figure, at no step."""
     if measure == "loss":
         return row["held_out"] or [[None, row["final_loss"]]]
-    return row["held_out_rewards"].get(measure) or [[None, row["final_rewards"].get(measure)]]
+    return row["held_out_rewards"].get(measure) or [[None, row["final_rewards"].get(measure, -math.inf)]]
 
 
 def ranking(rows: Sequence[Row], by: str = "loss") -> list[dict[str, Any]]:
@@ -346,8 +363,15 @@ def print_table(result: dict[str, Any], console: Console) -> None:
     """The ranking; then why a row did not run, or is too far from its reference."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("row", overflow="fold")
-    for head in (_ranked_figure(result), "at\nstep", "s a\nstep", "last\nloss", "peak\nMiB", "moved\nMiB"):
-        table.add_column(head.replace(" ", "\n"), justify="right", no_wrap=True)
+    for head in (
+        _ranked_figure(result).replace(" ", "\n"),
+        "at\nstep",
+        "s a\nstep",
+        "last\nloss",
+        "peak\nMiB",
+        "moved\nMiB",
+    ):
+        table.add_column(head, justify="right", no_wrap=True)
     for entry in result["ranking"]:
         table.add_row(
             escape(entry["name"]),
