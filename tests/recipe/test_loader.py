@@ -189,7 +189,7 @@ def test_help_and_check_import_no_torch(tmp_path: Path, arguments: list[str], se
     modules = process.stdout.splitlines()[-1]
     assert not {"'torch'", "'transformers'", "'datasets'", "'numpy'"} & set(modules.strip("[]").split(", "))
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert used < 3 * seconds, used  # three times, since a busy machine counts more
+    assert used < 5 * seconds, used  # five times, since a busy machine counts more; start.py has the figure
 
 
 TEXTS = st.one_of(
