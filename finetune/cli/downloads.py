@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from finetune.model.gguf_package import PREFIX
 from finetune.recipe.adapter_config import names_a_folder
 from finetune.recipe.names import is_repository
 from finetune.recipe.schema import DataSet, Recipe
@@ -20,10 +21,8 @@ _READ = " ".join(f"--include '*.{suffix}'" for suffix in ("safetensors", "json",
 def download_lines(recipe: Recipe) -> list[str]:
     """Shell lines, each with the override that it needs; empty if everything is here. Asks nothing of a network."""
     lines = [*_model_lines(recipe), *_data_lines(recipe)]
-    if lines:
-        lines = ["not on this machine yet; where there is no internet, bring these first:", *lines]
-        lines.append("  then: HF_HUB_OFFLINE=1 finetune train ...")
-    return lines
+    head = "not on this machine yet; where there is no internet, bring these first:"
+    return [head, *lines, "  then: HF_HUB_OFFLINE=1 finetune train ..."] if lines else []
 
 
 def _model_lines(recipe: Recipe) -> Iterator[str]:
@@ -34,46 +33,44 @@ def _model_lines(recipe: Recipe) -> Iterator[str]:
     if section is not None and names_second_model(section):
         named.append((section.reference, "main"))
     for name, revision in dict.fromkeys(named):
-        if (
-            is_repository(name)
-            and not name.startswith(PREFIX)
-            and not os.path.isdir(name)
-            and not _cached(name, revision)
-        ):
-            yield f"  hf download {shlex.quote(name)}{_at(revision)} {_READ}"
+        if is_repository(name) and not os.path.isdir(name) and not _cached(name, revision):
+            yield f"  hf download {name}{_at(revision)} {_READ}"
 
 
 def _data_lines(recipe: Recipe) -> Iterator[str]:
     entries = {f"data.train.{index}": entry for index, entry in enumerate(recipe.data.train)}
     if isinstance(recipe.data.eval, list):
         entries |= {f"data.eval.{index}": entry for index, entry in enumerate(recipe.data.eval)}
-    brought: set[str] = set()
+    folders: dict[tuple[str, str], str] = {}  # (repository, revision) -> its own folder
     for key, entry in entries.items():
-        if not _is_on_the_hub(entry):
+        if not is_repository(entry.path) or os.path.exists(entry.path) or _prepared(entry):
             continue
-        folder = f"data/{entry.path.rpartition('/')[2]}"
-        if folder not in brought:
-            at = _at(entry.revision)
-            yield f"  hf download {shlex.quote(entry.path)}{at} --repo-type dataset --local-dir {shlex.quote(folder)}"
-        brought.add(folder)
-        line = f"  with {shlex.quote(f'{key}.path={folder}')}"
-        if entry.name is not None:
-            line += f" {shlex.quote(f'{key}.name=null')}, and the files of {entry.name!r} there in {key}.data_files"
-        yield line
+        if (entry.path, entry.revision) not in folders:
+            folder = f"data/{entry.path.rpartition('/')[2]}"
+            if folder in folders.values():  # another owner's, or another revision
+                folder += f"-{len(folders) + 1}"
+            folders[entry.path, entry.revision] = folder
+            yield f"  hf download {entry.path}{_at(entry.revision)} --repo-type dataset --local-dir {folder}"
+        files = f" {key}.name=null, and the files of {entry.name!r} there in {key}.data_files" if entry.name else ""
+        yield f"  with {key}.path={folders[entry.path, entry.revision]}{files}"
 
 
-def _is_on_the_hub(entry: DataSet) -> bool:
-    """Whether the entry is the Hub's, and no earlier training has left it in the cache of `datasets`."""
+def _prepared(entry: DataSet) -> bool:
+    """Whether the cache of `datasets` has the entry's configuration and commit: OWNER___NAME/CONFIG/VERSION/COMMIT."""
     from huggingface_hub import constants
 
-    if not is_repository(entry.path) or os.path.exists(entry.path):
-        return False
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
-    return not (cache / entry.path.replace("/", "___")).is_dir()
+    repository = entry.path.replace("/", "___").replace("_", "").lower()  # the cache writes TinyStories as tiny_stories
+    configuration = glob.escape(entry.name or "") or "*"
+    if entry.data_files:
+        configuration += "-*"  # a hash of the files' names
+    commit = "*" if entry.revision == "main" else glob.escape(entry.revision)
+    infos = cache.glob(f"*/{configuration}/*/{commit}/dataset_info.json")
+    return any(info.parents[3].name.replace("_", "").lower() == repository for info in infos)
 
 
 def _cached(model: str, revision: str) -> bool:
-    """Whether the Hub's cache has the model's weights. The client's own question takes 0.1 s to import."""
+    """Whether the Hub's cache has all the model's weights. The client's own question takes 0.1 s to import."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE, f"models--{model.replace('/', '--')}")
@@ -81,7 +78,9 @@ def _cached(model: str, revision: str) -> bool:
         commit = (folder / "refs" / revision).read_text("utf-8")
     except OSError:
         commit = revision
-    return any((folder / "snapshots" / commit).glob("*.safetensors"))
+    weights = [file.name for file in (folder / "snapshots" / commit).glob("*.safetensors")]
+    shards = [int(match[1]) for name in weights if (match := re.search(r"-of-(\d+)\.", name))]
+    return bool(weights) and len(weights) >= max(shards, default=1)
 
 
 def _at(revision: str) -> str:

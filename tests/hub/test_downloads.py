@@ -75,8 +75,56 @@ def test_what_is_here_needs_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
     online = {"train": [{"path": DATA}]}
     assert len(lines_of(monkeypatch, tmp_path, data=online)) == 4
-    (tmp_path / "datasets" / "HuggingFaceH4___no_robots").mkdir(parents=True)
+    prepared(tmp_path, "HuggingFaceH4___no_robots/default/0.0.0/c0ffee")
     assert lines_of(monkeypatch, tmp_path, data=online) == []
+
+
+def prepared(home: Path, place: str) -> None:
+    """A data set in the cache of `datasets`."""
+    (home / "datasets" / place).mkdir(parents=True)
+    (home / "datasets" / place / "dataset_info.json").touch()
+
+
+def test_each_repository_and_revision_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [{"path": "a/rows"}, {"path": "b/rows"}, {"path": "a/rows", "revision": "v2"}, {"path": "a/rows"}]
+    lines = lines_of(monkeypatch, tmp_path, data={"train": entries})
+    assert [line for line in lines if "dataset" in line] == [
+        "hf download a/rows --repo-type dataset --local-dir data/rows",
+        "hf download b/rows --repo-type dataset --local-dir data/rows-2",
+        "hf download a/rows --revision v2 --repo-type dataset --local-dir data/rows-3",
+    ]
+    overrides = [line.partition("=")[2] for line in lines if line.startswith("with")]
+    assert overrides == ["data/rows", "data/rows-2", "data/rows-3", "data/rows"]
+
+
+def test_half_a_model_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "hub" / "models--acme--tiny" / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    for number, lines in ((1, 3), (2, 0)):
+        (snapshot / f"model-0000{number}-of-00002.safetensors").touch()
+        local = {"train": [{"path": "json", "data_files": "rows.jsonl"}]}
+        assert len(lines_of(monkeypatch, tmp_path, data=local, model={"revision": "c0ffee"})) == lines
+
+
+@pytest.mark.parametrize(
+    ("entry", "place", "is_here"),
+    [
+        ({"path": "AI-MO/NuminaMath-CoT"}, "AI-MO___numina_math-co_t/default/0.0.0/c0ffee", True),
+        ({"path": "a/rows", "name": "all"}, "a___rows/all/0.0.0/c0ffee", True),
+        ({"path": "a/rows", "name": "all"}, "a___rows/other/0.0.0/c0ffee", False),
+        ({"path": "a/rows", "revision": "c0ffee"}, "a___rows/default/0.0.0/c0ffee", True),
+        ({"path": "a/rows", "revision": "v2"}, "a___rows/default/0.0.0/c0ffee", False),
+        ({"path": "a/rows", "data_files": ["x.jsonl"]}, "a___rows/default-12ab/0.0.0/c0ffee", True),
+        ({"path": "a/rows", "data_files": ["x.jsonl"]}, "a___rows/default/0.0.0/c0ffee", False),
+    ],
+)
+def test_what_datasets_has_prepared(
+    entry: dict[str, Any], place: str, is_here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    prepared(tmp_path, place)
+    lines = lines_of(monkeypatch, tmp_path, data={"train": [entry]})
+    assert any("--repo-type dataset" in line for line in lines) is not is_here
 
 
 def test_fetch_says_what_to_run(capsys: pytest.CaptureFixture[str]) -> None:
