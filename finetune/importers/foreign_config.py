@@ -197,7 +197,7 @@ def positive_or_none(value: Any) -> Any:
     return None
 
 
-def covers(known: ForeignKey, key: str) -> bool:
+def covers_key(known: ForeignKey, key: str) -> bool:
     """Whether a dotted key is this one, or one that its stars cover."""
     if "*" not in known.key:
         return known.key == key
@@ -220,7 +220,7 @@ def reason_for(key: str, value: object) -> tuple[Level, str]:
     A switch that is off changes nothing, even if the key would change the training. Inside a section false is a value.
     """
     for known in known_keys():
-        if covers(known, key):
+        if covers_key(known, key):
             is_off = (value is False and "." not in key) or (value == 0 and key in _NONE_AT_0)
             if is_off and known.kind == "differs":
                 return "same", "is off there too"

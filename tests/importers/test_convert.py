@@ -18,7 +18,7 @@ from finetune.data.layout import RowLayout
 from finetune.errors import RecipeError
 from finetune.importers import Imported, Level, convert, hf_trainer, known_tool, trl
 from finetune.importers.conversion import TOOLS
-from finetune.importers.foreign_config import UNKNOWN, covers, known_keys, reason_for, recipe_default
+from finetune.importers.foreign_config import UNKNOWN, covers_key, known_keys, reason_for, recipe_default
 from finetune.importers.recipe_writer import written
 from finetune.importers.shared import TEMPLATES
 from finetune.recipe.foreign_keys import foreign_keys
@@ -183,7 +183,9 @@ def test_the_installed_libraries_still_have_their_keys(tool: str, monkeypatch: p
     lines = [known for known in known_keys() if known.tool == tool]
     assert len(lines) > 10
     missing = [
-        known.key for known in lines if not any(covers(known, name) or covers(known, f"{name}.x") for name in names)
+        known.key
+        for known in lines
+        if not any(covers_key(known, name) or covers_key(known, f"{name}.x") for name in names)
     ]
     assert missing == []
 
