@@ -1,34 +1,31 @@
 """Another tool's configuration while it is converted: its values, the recipe so far, and the keys left out.
 
 Every key with a value ends in one of two places: a line of the recipe, or the list of what was left out. A key that no
-converter reads gets its reason from left_out.csv.
+converter reads gets its reason from its tool's table in recipe/other_tools/.
 
-Each line of this table is a key, with the tool whose configurations have it (transformers: its TrainingArguments, which
-other tools take over; several: more than one tool; older: former versions only). `*` matches letters, digits and
-underscores. `.*` at the end matches everything below a section. The order of lines means nothing: if several lines
-match, the one with the most characters besides its stars decides.
+A table's name is the tool whose configurations have the key (transformers: its TrainingArguments, which other tools
+take over; several: more than one tool; older: former versions only). `*` matches letters, digits and underscores. `.*`
+at the end matches everything below a section. The order of lines means nothing: if several lines match, the one with
+the most characters besides its stars decides.
 """
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast, get_args
 
 from finetune.errors import RecipeError
 from finetune.importers import LeftOut, Level
-from finetune.paths import PACKAGE
-from finetune.recipe.foreign_keys import REPLACED
+from finetune.recipe.foreign_keys import ForeignKey, answers, foreign_keys
 from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Lora, Quantization, Recipe
 from finetune.recipe.sections.base import MOST
 from finetune.recipe.yaml_text import dotted, shown
 
-TABLE = PACKAGE / "importers" / "left_out.csv"
 UNKNOWN = "nothing here corresponds to it"
 NOT_GIVEN: Any = object()
 _SECRET = re.compile(r"(hub_token|auth_token|api_key|password|secret|webhook_url)$", re.IGNORECASE)
@@ -146,7 +143,7 @@ class ForeignConfig:
         self.left_out.append(LeftOut(key, value, level, reason))
 
     def leave_unread(self) -> None:
-        """Leave out every key with a value that no converter has read, for the reason in left_out.csv."""
+        """Leave out every key with a value that no converter has read, for the reason in recipe/other_tools/."""
         for key, value in list(self.unread()):
             level, reason = reason_for(key, value)
             self.leave(key, level, reason, value)
@@ -200,31 +197,21 @@ def positive_or_none(value: Any) -> Any:
     return None
 
 
-class KnownKey(NamedTuple):
-    """A line of left_out.csv."""
-
-    tool: str
-    key: str
-    level: Level
-    reason: str
-
-    def matches(self, key: str) -> bool:
-        """Whether a dotted key is this one, or one that its stars cover."""
-        if "*" not in self.key:
-            return self.key == key
-        pattern = re.escape(self.key.removesuffix(".*")).replace(r"\*", r"\w*")
-        if self.key.endswith(".*"):
-            pattern += r"\..*"
-        return re.fullmatch(pattern, key) is not None
+def covers_key(known: ForeignKey, key: str) -> bool:
+    """Whether a dotted key is this one, or one that its stars cover."""
+    if "*" not in known.key:
+        return known.key == key
+    pattern = re.escape(known.key.removesuffix(".*")).replace(r"\*", r"\w*")
+    if known.key.endswith(".*"):
+        pattern += r"\..*"
+    return re.fullmatch(pattern, key) is not None
 
 
 @cache
-def known_keys() -> tuple[KnownKey, ...]:
-    """The table, the most specific keys first."""
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        _, *rows = csv.reader(file)
-    keys = [KnownKey(tool, key, cast(Level, level), reason) for tool, key, level, reason in rows]
-    return tuple(sorted(keys, key=lambda known: -len(known.key.replace("*", ""))))
+def known_keys() -> tuple[ForeignKey, ...]:
+    """The keys that an import leaves out, the most specific ones first."""
+    lines = [line for line in foreign_keys() if line.kind in get_args(Level)]
+    return tuple(sorted(lines, key=lambda known: -len(known.key.replace("*", ""))))
 
 
 def reason_for(key: str, value: object) -> tuple[Level, str]:
@@ -233,11 +220,11 @@ def reason_for(key: str, value: object) -> tuple[Level, str]:
     A switch that is off changes nothing, even if the key would change the training. Inside a section false is a value.
     """
     for known in known_keys():
-        if known.matches(key):
+        if covers_key(known, key):
             is_off = (value is False and "." not in key) or (value == 0 and key in _NONE_AT_0)
-            if is_off and known.level == "differs":
+            if is_off and known.kind == "differs":
                 return "same", "is off there too"
-            return known.level, known.reason
-    if key in REPLACED:
-        return "look", REPLACED[key].removesuffix("; remove the key")
+            return cast(Level, known.kind), known.text
+    if answer := answers("instead").get(key):
+        return "look", answer.removesuffix("; remove the key")
     return "look" if value is False else "differs", UNKNOWN

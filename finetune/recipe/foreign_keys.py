@@ -5,12 +5,15 @@ A foreign key gets an error with our key. If it has no counterpart, the answer s
 
 from __future__ import annotations
 
+import csv
 import pathlib
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 from finetune.errors import RecipeError
+from finetune.paths import PACKAGE
 from finetune.recipe.optimizers import OPTIMIZER_NAMES
 from finetune.recipe.yaml_text import shown
 
@@ -22,174 +25,55 @@ TOOL_TITLES: dict[Tool, str] = {
     "trl": "TRL",
 }
 
-# Their key -> our dotted key.
-RENAMED: dict[str, str] = {
-    # axolotl
-    "base_model": "model.name_or_path",
-    "micro_batch_size": "training.per_device_batch_size",
-    "num_epochs": "training.num_train_epochs",
-    "sequence_len": "data.max_length",
-    "sample_packing": "data.packing",
-    "val_set_size": "data.eval: {fraction: ...}",
-    "datasets": "data.train",
-    "test_datasets": "data.eval",
-    "adapter": "lora (a section, or null for full fine-tuning)",
-    "lora_r": "lora.r",
-    "lora_target_modules": "lora.target_modules",
-    "lora_target_linear": "lora.target_modules: all-linear",
-    "lora_modules_to_save": "lora.modules_to_save",
-    "lora_target_parameters": "lora.target_parameters",
-    "lora_rank_pattern": "lora.rank_pattern",
-    "lora_alpha_pattern": "lora.alpha_pattern",
-    "peft_use_rslora": "lora.use_rslora",
-    "peft_use_dora": "lora.use_dora",
-    "peft_init_lora_weights": "lora.init_lora_weights",
-    "optimizer": "training.optim",
-    "lr_scheduler": "training.lr_scheduler_type",
-    "cosine_min_lr_ratio": "training.lr_scheduler_kwargs: {min_lr_rate: ...} with cosine_with_min_lr",
-    "flash_attention": "model.attention",
-    "sdp_attention": "model.attention: sdpa",
-    "flex_attention": "model.attention: flex_attention",
-    "chat_template_jinja": "data.chat_template",
-    "type": "data.train: [{format: ...}]",
-    "train_on_inputs": "data.train_on",
-    "roles_to_train": "data.train_on",
-    "load_in_4bit": "quantization.load_in_4bit",
-    "load_in_8bit": "quantization.load_in_8bit",
-    "load_in_fp8": "model.load_in_fp8",
-    "gradient_checkpointing": "training.activation_checkpointing",
-    "torch_compile": "training.compile",
-    "fsdp_config": "accelerate_config: fsdp2",
-    "saves_per_epoch": "save_steps: a share of the run, 1 / (saves_per_epoch x num_epochs)",
-    "evals_per_epoch": "eval_steps: a share of the run, 1 / (evals_per_epoch x num_epochs)",
-    "tokenizer_config": "model.name_or_path",
-    "special_tokens": "data.chat_template",
-    "tokens": "model.add_tokens",
-    # LLaMA-Factory
-    "model_name_or_path": "model.name_or_path",
-    "finetuning_type": "lora (a section, or null for full fine-tuning)",
-    "lora_rank": "lora.r",
-    "lora_target": "lora.target_modules",
-    "additional_target": "lora.modules_to_save",
-    "cutoff_len": "data.max_length",
-    "template": "data.chat_template",
-    "dataset": "data.train",
-    "dataset_dir": "data.train: [{data_files: ...}]",
-    "eval_dataset": "data.eval",
-    "val_size": "data.eval: {fraction: ...}",
-    "max_samples": "data.train: [{split: 'train[:1000]'}]",
-    "interleave_probs": "data.train: [{weight: ...}]",
-    "quantization_bit": "quantization.load_in_4bit",
-    "quantization_type": "quantization.bnb_4bit_quant_type",
-    "double_quantization": "quantization.bnb_4bit_use_double_quant",
-    "flash_attn": "model.attention",
-    "mask_history": "data.train_on: completion",
-    "plot_loss": "report",
-    # TRL and transformers' Trainer
-    "per_device_train_batch_size": "training.per_device_batch_size",
-    "per_device_eval_batch_size": "training.per_device_batch_size",
-    "auto_find_batch_size": "training.per_device_batch_size",
-    "max_seq_length": "data.max_length",
-    "model_max_length": "data.max_length",
-    "dataset_name": "data.train: [{path: ...}]",
-    "dataset_config": "data.train: [{name: ...}]",
-    "assistant_only_loss": "data.train_on: assistant",
-    "completion_only_loss": "data.train_on: completion",
-    "padding_free": "model.attention: varlen",
-    "torch_dtype": "model.dtype",
-    "attn_implementation": "model.attention",
-    "use_peft": "lora (a section, or null for full fine-tuning)",
-    "model_revision": "model.revision",
-    "bf16": "training.mixed_precision: bf16",
-    "fp16": "training.mixed_precision: fp16",
-    "fp8": "training.mixed_precision: bf16",
-    "warmup_proportion": "training.warmup_ratio",
-    "gradient_clipping": "training.max_grad_norm",
-    "deepspeed": "accelerate_config",
-    "fsdp": "accelerate_config: fsdp2",
-    "ddp_timeout": "timeout_seconds",
-    "dataloader_pin_memory": "training.non_blocking",
-    "logging_dir": "output_dir",
-    "resume_from_checkpoint": "training.resume: auto",
-    "overwrite_output_dir": "training.resume: never",
-    "early_stopping": "training.early_stopping_patience",
-    "data_seed": "training.seed",
-    "random_seed": "training.seed",
-    "random_state": "training.seed",
-    # torchtune
-    "checkpointer": "model.name_or_path",
-    "lora_attn_modules": "lora.target_modules",
-    "apply_lora_to_mlp": "lora.target_modules: all-linear",
-    "max_seq_len": "data.max_length",
-    "packed": "data.packing",
-    "batch_size": "training.per_device_batch_size",
-    "epochs": "training.num_train_epochs",
-    "max_steps_per_epoch": "training.max_steps",
-    "clip_grad_norm": "training.max_grad_norm",
-    "enable_activation_checkpointing": "training.activation_checkpointing",
-    "log_every_n_steps": "logging_steps",
-    "lr": "training.learning_rate",
-    "num_warmup_steps": "training.warmup_steps",
-    # unsloth
-    "use_gradient_checkpointing": "training.activation_checkpointing",
-    "dataset_text_field": "data.train: [{columns: {text: ...}}]",
-    "field_messages": "data.train: [{columns: {messages: ...}}]",
-    "field_system": "data.train: [{columns: {system: ...}}]",
-    "column_map": "data.train: [{columns: {...}}]",
-    "enable_thinking": "data.train: [{chat_template_kwargs: {enable_thinking: ...}}]",
-    "full_finetuning": "lora: null",
-    "max_completion_length": "samples.max_new_tokens",
-    # preferences
-    "rl": "training.objective: dpo or kto",
-    "rl_beta": "dpo.beta",
-    "pref_beta": "dpo.beta",
-    "pref_loss": "dpo.loss_type",
-    "pref_ftx": "dpo.sft_weight",
-    "rpo_alpha": "dpo.sft_weight",
-    "cpo_alpha": "dpo.sft_weight",
-    "loss_weights": "dpo.sft_weight (the weight of sft where the other loss has 1)",
-    "ref_model": "dpo.reference",
-    "kto_chosen_weight": "kto.desirable_weight",
-    "kto_rejected_weight": "kto.undesirable_weight",
-    # the Hub, as Trainer and axolotl call it
-    "push_to_hub": "hub.push",
-    "hub_model_id": "hub.repo_id",
-    "hub_private_repo": "hub.private",
-    "hub_revision": "hub.revision",
-}
+KEY_TABLES = PACKAGE / "recipe" / "other_tools"
 
-# Their key -> the answer where no key of ours has its meaning.
-REPLACED: dict[str, str] = {
-    "gradient_accumulation_steps": "accumulation is derived: set training.global_batch_size, the rows of one step",
-    "group_by_length": "rows are packed instead: data.packing: true",
-    "pad_to_sequence_len": "nothing is padded: rows hold documents end to end",
-    "device_map": "the strategy places the model: accelerate_config",
-    "resize_vocab": "the vocabulary grows by itself: model.add_tokens",
-    "strict": "a recipe is always strict; remove the key",
-    "wandb_project": "write report_to: [wandb]; the project is WANDB_PROJECT in the environment",
-    "tf32": "number formats follow training.mixed_precision; remove the key",
-    "dataloader_num_workers": "tokenised rows are read from memory-mapped files; remove the key",
-    "preprocessing_num_workers": "rows are tokenised once, into a cache; remove the key",
-    "remove_unused_columns": "columns that no format reads are named and not used; remove the key",
-    "neftune_noise_alpha": "noise on embeddings is not offered; remove the key",
-    "stage": "the training is named by training.objective: supervised, dpo or kto",
-    "precompute_ref_log_probs": "the reference's log-probabilities are always computed once; remove the key",
-    "max_prompt_length": "data.max_length is prompt and answer together; remove the key",
-    "do_train": "the command says what is done; remove the key",
-    "do_eval": "data.eval turns evaluation on; remove the key",
-}
+
+class ForeignKey(NamedTuple):
+    """A line of a table in other_tools/.
+
+    `kind` says what `text` is: `ours` the key of ours to write, `instead` the answer where we have none, `refused` the
+    training that the key asks for. `differs`, `look` and `same` are reasons why an import leaves the key out.
+    """
+
+    tool: str  # the table's name; `several` tools, or `older` versions
+    key: str
+    kind: str
+    text: str
+
+
+@cache
+def foreign_keys() -> tuple[ForeignKey, ...]:
+    """All lines of all tables. They are read when a key is not one of ours, or for an import."""
+    lines = []
+    for file in sorted(KEY_TABLES.glob("*.csv")):
+        with file.open(encoding="utf-8", newline="") as page:
+            _, *rows = csv.reader(page)
+        lines += [ForeignKey(file.stem, *row) for row in rows]
+    return tuple(lines)
+
+
+@cache
+def answers(kind: str, tool: str | None = None) -> dict[str, str]:
+    """Key -> text of one kind, of one tool or of all."""
+    return {line.key: line.text for line in foreign_keys() if line.kind == kind and tool in (None, line.tool)}
 
 
 def answer_for(key: str) -> str | None:
     """The text to write instead of another tool's key, or None if no tool has it."""
-    if key in RENAMED:
-        return f"write {RENAMED[key]}"
-    return REPLACED.get(key)
+    if ours := answers("ours").get(key):
+        return f"write {ours}"
+    return answers("instead").get(key)
 
 
 def key_for(key: str) -> str:
     """Our dotted key for another tool's key; empty without a counterpart."""
-    return RENAMED.get(key, "").partition(" ")[0].removesuffix(":")
+    return answers("ours").get(key, "").partition(" ")[0].removesuffix(":")
+
+
+def owner_of(key: str) -> str:
+    """Whose key it is, for a message."""
+    is_trainers = key in {**answers("ours", "transformers"), **answers("instead", "transformers")}
+    return "Hugging Face's own name" if is_trainers else "another tool's key"
 
 
 # Other words for our values. A word means the first of ours that the key takes.
@@ -245,25 +129,7 @@ def tool_of(values: Mapping[str, Any]) -> Tool | None:
     return None
 
 
-# Key -> the training that the key asks for. No tool's supervised fine-tuning uses these keys.
-_PREFERENCES, _LOSS = "its own kind of preference training", "another preference loss"
-_REWARDS = "training by rewards"
-_OTHER_TRAINING: dict[Tool, dict[str, str]] = {
-    "axolotl": {
-        "rl": "training by rewards or by odds ratios",
-        "reward_model": "a reward model's training",
-        "process_reward_model": "a reward model's training",
-        "qat": "training for quantised weights",
-        "num_labels": "a classifier's training",
-    },
-    "llamafactory": {},
-    "trl": dict.fromkeys(
-        "reward_model_path reward_funcs reward_weights num_generations max_completion_length scale_rewards "
-        "steps_per_generation reward_clip_range use_vllm".split(),
-        _REWARDS,
-    )
-    | {"center_rewards_coefficient": "a reward model's training"},
-}
+_REWARDS, _LOSS = "training by rewards", "another preference loss"
 # With one of these values a key asks for training that a recipe offers, or for nothing.
 _NO_TRAINING = (None, False, "", "sft", "pt", "dpo", "ipo", "kto", "simpo")
 
@@ -271,14 +137,16 @@ _NO_TRAINING = (None, False, "", "sft", "pt", "dpo", "ipo", "kto", "simpo")
 def other_training(tool: Tool, values: Mapping[str, Any]) -> tuple[str, str] | None:
     """The key that asks for another kind of training, and that kind; None for one that a recipe offers."""
     is_simpo = "simpo" in str(values.get("loss_type"))  # that TRL's trainer may limit the answer's length for
-    for key, training in _OTHER_TRAINING[tool].items():
+    for key, training in answers("refused", tool).items():
         if key == "max_completion_length" and is_simpo:
             continue
         if values.get(key) not in (*_NO_TRAINING, [], {}):
             return key, training
     stage, loss_types = values.get("stage"), values.get("loss_type")
     if tool == "llamafactory" and stage not in _NO_TRAINING:
-        return "stage", {"rm": "a reward model's training", "ppo": _REWARDS}.get(str(stage), _PREFERENCES)
+        return "stage", {"rm": "a reward model's training", "ppo": _REWARDS}.get(
+            str(stage), "its own kind of preference training"
+        )
     if tool == "llamafactory" and stage == "dpo" and values.get("pref_loss") in ("hinge", "orpo"):
         return "pref_loss", _LOSS
     if not isinstance(loss_types, list):

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from finetune.errors import Mistake
-from finetune.recipe.foreign_keys import answer_for, key_for, other_word_for
+from finetune.recipe.foreign_keys import answer_for, key_for, other_word_for, owner_of
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.yaml_text import Path, dotted, number_trap, plain_scalar, shown
 from finetune.wording import in_digits
@@ -143,7 +143,7 @@ def unknown_key(path: Path) -> Mistake:
     if answer:
         ours = key_for(name)
         write = (ours,) if ours else ()
-        return Mistake("foreign", path, f"is another tool's key; {answer}", at_key=True, write=write)
+        return Mistake("foreign", path, f"is {owner_of(name)}; {answer}", at_key=True, write=write)
     # A misspelt key of this section, or of another one.
     close = [dotted((*section, near)) for near in difflib.get_close_matches(name, known, 1, 0.55)]
     if not close and (far := difflib.get_close_matches(name, [str(p[-1]) for p in everywhere], 1, 0.75)):

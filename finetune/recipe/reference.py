@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from finetune.errors import EnvironmentMismatch
 from finetune.paths import CHECKOUT, PACKAGE
-from finetune.recipe.foreign_keys import RENAMED, REPLACED, answer_for
+from finetune.recipe.foreign_keys import answer_for, answers
 from finetune.recipe.mistakes import section_models
 from finetune.recipe.schema import Recipe
 
@@ -42,7 +42,7 @@ Numbers may be written `2e-4`. Only `true` and `false` are truth values, so `mix
 
 def reference_page() -> str:
     """docs/recipe.md: every key with its values, default and meaning, and other tools' names."""
-    foreign = [f"| `{key}` | {answer_for(key)} |" for key in sorted([*RENAMED, *REPLACED])]
+    foreign = [f"| `{key}` | {answer_for(key)} |" for key in sorted([*answers("ours"), *answers("instead")])]
     table = ["## Keys of other tools", "", "| theirs | here |", "|---|---|", *foreign, ""]
     return "\n".join([REFERENCE_HEAD, *_sections(Recipe, ""), *table])
 

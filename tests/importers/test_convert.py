@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import json
 import random
 from collections.abc import Iterator
@@ -19,9 +18,10 @@ from finetune.data.layout import RowLayout
 from finetune.errors import RecipeError
 from finetune.importers import Imported, Level, convert, hf_trainer, known_tool, trl
 from finetune.importers.conversion import TOOLS
-from finetune.importers.foreign_config import TABLE, UNKNOWN, known_keys, reason_for, recipe_default
+from finetune.importers.foreign_config import UNKNOWN, covers_key, known_keys, reason_for, recipe_default
 from finetune.importers.recipe_writer import written
 from finetune.importers.shared import TEMPLATES
+from finetune.recipe.foreign_keys import foreign_keys
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet
 from finetune.recipe.yaml_text import parse
@@ -155,15 +155,17 @@ def test_each_line_of_the_table_decides_about_its_own_key() -> None:
     """Whatever the order of lines: where two match, as log_* and the key itself, the more specific one decides."""
     for known in known_keys():
         key = known.key.replace(".*", ".x").replace("*", "x")
-        assert reason_for(key, value=True) == (known.level, known.reason), key
+        assert reason_for(key, value=True) == (known.kind, known.text), key
 
 
-def test_the_table_is_sorted_and_has_each_key_once() -> None:
-    _, *lines = csv.reader(TABLE.read_text("utf-8").splitlines())
-    assert lines == sorted(lines, key=lambda line: (line[2], line[3], line[0], line[1]))
-    assert len({key for _, key, _, _ in lines}) == len(lines) > 300
-    assert {level for _, _, level, _ in lines} == set(get_args(Level))
-    assert {tool for tool, _, _, _ in lines} == {*TOOLS, "transformers", "several", "older"}
+def test_each_table_has_each_key_once_in_an_order() -> None:
+    lines, kinds = foreign_keys(), ("ours", "instead", "refused")
+    for asked in (kinds[:2], *[(kind,) for kind in kinds], get_args(Level)):
+        keys = [line.key for line in lines if line.kind in asked]
+        assert len(set(keys)) == len(keys), [key for key in keys if keys.count(key) > 1]
+    assert len([line for line in lines if line.kind in get_args(Level)]) > 300
+    assert {line.kind for line in lines} == {*kinds, *get_args(Level)}
+    assert {line.tool for line in lines} == {*TOOLS, "transformers", "torchtune", "unsloth", "several", "older"}
 
 
 @pytest.mark.slow
@@ -181,7 +183,9 @@ def test_the_installed_libraries_still_have_their_keys(tool: str, monkeypatch: p
     lines = [known for known in known_keys() if known.tool == tool]
     assert len(lines) > 10
     missing = [
-        known.key for known in lines if not any(known.matches(name) or known.matches(f"{name}.x") for name in names)
+        known.key
+        for known in lines
+        if not any(covers_key(known, name) or covers_key(known, f"{name}.x") for name in names)
     ]
     assert missing == []
 

@@ -18,7 +18,7 @@ from transformers import optimization
 
 from finetune.cli.main import main
 from finetune.errors import RecipeError
-from finetune.recipe.foreign_keys import RENAMED, REPLACED
+from finetune.recipe.foreign_keys import answers
 from finetune.recipe.loader import load_recipe, recipe_from_resolved
 from finetune.recipe.reference import REFERENCE_FILE, SCHEMA_FILE, json_schema, reference_page
 from finetune.recipe.resolved import resolved_yaml
@@ -127,7 +127,7 @@ def test_a_missing_recipe_names_its_neighbour(tmp_path: Path) -> None:
 
 
 def test_at_least_sixty_foreign_keys_and_all_lead_to_ours() -> None:
-    assert len(RENAMED) + len(REPLACED) >= 60
+    assert len(answers("ours")) + len(answers("instead")) >= 60
     known = set()
 
     def collect(model: Any, prefix: str) -> None:
@@ -143,7 +143,7 @@ def test_at_least_sixty_foreign_keys_and_all_lead_to_ours() -> None:
         "data": {"train": [{"path": "x"}], "eval": {"fraction": 0.1}},
     }
     collect(Recipe.model_validate(full).model_dump(), "")
-    for key, ours in {**RENAMED, "gradient_accumulation_steps": "training.global_batch_size"}.items():
+    for key, ours in {**answers("ours"), "gradient_accumulation_steps": "training.global_batch_size"}.items():
         path = ours.split(":")[0].split(" ")[0]
         assert path in known or path == "report", f"{key} leads to {path}, which is not a key"
         assert key not in known, f"{key} is a key of ours"
