@@ -149,7 +149,8 @@ def reply_of(
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     message = choice.get("message") if isinstance(choice, dict) else None
-    text, thoughts, calls = None, None, []
+    text, thoughts = None, None
+    calls: Any = []
     if isinstance(message, dict):
         text, thoughts = _text_of(message.get("content")), message.get("reasoning_content") or message.get("reasoning")
         calls = message.get("tool_calls") or []
