@@ -16,7 +16,7 @@ from lectures.zero.terms import Gpt2Step, ZeroJob, zero_terms
 GPT2_LARGE, GPT2_LAYERS = 774_030_080, 36  # parameters, layers
 _HIDDEN, _HEADS, _VOCABULARY, _TOKENS = 1280, 20, 50_257, 1024
 _LARGEST = _VOCABULARY * _HIDDEN  # elements of the embedding, the largest parameter
-HOMEWORK_RANKS, _ROWS, HOMEWORK_MICRO_STEPS = 8, 2, 32  # ranks, rows of a micro-batch, micro-steps of an update
+HOMEWORK_RANKS, _ROWS = 8, 2  # ranks, rows of a micro-batch
 LOGGED_STEPS = 20  # of which the seconds are
 _HALF = 2  # bytes of an fp16 number
 

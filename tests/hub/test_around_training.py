@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -74,21 +73,6 @@ def test_it_arrives_and_a_fresh_process_gets_the_same_logits(recipe: Path, hub: 
     for secret in (TOKEN, "a-key-of-another-house"):
         assert secret not in text
         assert secret not in sent
-
-
-def test_a_refused_push_does_not_fail_the_training_and_the_printed_command_completes_it(
-    recipe: Path, hub: Hub, tmp_path: Path
-) -> None:
-    hub.fail("commit", status=403)
-    process = run_python(hub, ["finetune/train.py", str(recipe)], tmp_path)
-    assert process.returncode == 0, process.stderr
-    assert "the training is finished and saved; the push failed" in process.stderr
-    assert json.loads((tmp_path / "run" / "run_state.json").read_text())["state"] == "finished"
-    command = next(line for line in process.stderr.splitlines() if line.strip().startswith("finetune push"))
-    again = run_python(hub, ["-m", "finetune.cli.main", *shlex.split(command)[1:]], tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert "pushed: " in again.stdout
-    assert hub.content("me/devils", "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize(
