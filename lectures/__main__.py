@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from finetune.cli.app import AsJson, run_verb, user_path
-from finetune.cli.compare_verb import recipe_and_overrides
 from finetune.launch.cpu_memory import bound_libraries
 from finetune.output_stream import plain_output
 from lectures.command import LECTURES, run_lecture
@@ -51,6 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     return 0
+
+
+def recipe_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
+    """The first word is the recipe, unless it is `key=value`."""
+    if not words or ("=" in words[0] and not Path(words[0]).is_file()):
+        return None, words
+    return user_path(words[0]), words[1:]
 
 
 if __name__ == "__main__":

@@ -8,16 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from finetune import preflight
-from finetune.cli.app import AsJson, run_verb, user_path
-from finetune.errors import FinetuneError
+from finetune.cli.app import AsJson, Overrides, RecipeFile, run_verb, user_path
 from finetune.files import check_output
 
 
 def compare(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe file, and what wins over it."),
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=A,B", help="Vary any recipe key; repeated: the product.", show_default=False),
@@ -30,22 +27,12 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """The same steps with other settings: memory, time, loss."""
-    recipe, overrides = recipe_and_overrides(words or [])
 
     def work() -> dict[str, Any]:
-        if recipe is None:
-            raise FinetuneError("RECIPE: is missing; name a recipe file")
         if folder is not None:
             check_output(folder, "--output", folder=True)
         asked = preflight.settings_of_rows(vary or [], seeds)
-        comparison = preflight.plan_comparison(recipe, overrides, asked, steps=steps, folder=folder)
+        comparison = preflight.plan_comparison(recipe, overrides or [], asked, steps=steps, folder=folder)
         return {"ok": True, **preflight.run_and_report(comparison, quiet=as_json)}
 
     run_verb(work, as_json=as_json)
-
-
-def recipe_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
-    """The first word is the recipe, unless it is `key=value`."""
-    if not words or ("=" in words[0] and not Path(words[0]).is_file()):
-        return None, words
-    return user_path(words[0]), words[1:]

@@ -209,8 +209,8 @@ def server_notes(answers: Sequence[Answer], prompts: Sequence[int]) -> list[str]
     if shorter:
         read, own = max(shorter, key=lambda pair: pair[1] - pair[0])
         notes.append(
-            f"the server read {read:,} of {own:,} tokens, and {counted(len(shorter), 'prompt')} so in all; "
-            "give it a longer context, or the answers are to half a question"
+            f"the server cut {counted(len(shorter), 'prompt')}; of one it read {read:,} of {own:,} tokens; "
+            "give it a longer context"
         )
     return notes
 

@@ -419,6 +419,7 @@ def _answers(
     if request.endpoint is not None:
         endpoint, hashed = request.endpoint, Sampling(1.0, seed=request.seed)
         kept = KeptAnswers(request.folder / KEPT_REPLIES, endpoint)
+        replies, lengths = list[Answer](), list[int]()
         for chunk in chunks:
             questions = [(asked.items[i].place, prompts.questions[i]) for i in chunk for _ in range(count)]
             drawn = [
@@ -426,9 +427,11 @@ def _answers(
             ]
             new = asked.max_new_tokens
             found = endpoint_answers(endpoint, endpoint.model, questions, new, show_chunk(chunk), kept, draws=drawn)
-            for note in server_notes(found, [len(asked.prompts[i].prompt_ids) for i in chunk for _ in range(count)]):
-                say(note)
+            replies += found
+            lengths += [len(asked.prompts[i].prompt_ids) for i in chunk for _ in range(count)]
             yield chunk, found
+        for note in server_notes(replies, lengths):
+            say(note)
         kept.forget()
         return
     tokenizer = load_run_tokenizer(writer)

@@ -460,10 +460,10 @@ def test_another_ending_and_a_cut_prompt_are_told(
     assert main(evaluated(run, server, "--metric", "exact")) == 0
     out = capsys.readouterr().out
     assert "tuned: 4 answers ended with 'MAX_TOKENS', which is no whole ending; counted as cut" in out
-    assert re.search(r"tuned: the server read 2 of \d+ tokens, and 4 prompts so in all; give it a longer context", out)
+    assert re.search(r"tuned: the server cut 4 prompts; of one it read 2 of \d+ tokens; give it a longer context", out)
     server.ending, server.prompt_tokens = "stop", 10_000
     assert main(evaluated(run, server, "--metric", "exact")) == 0
-    assert "the server read" not in (out := capsys.readouterr().out)
+    assert "the server cut" not in (out := capsys.readouterr().out)
     assert "no whole ending" not in out
 
 
