@@ -20,7 +20,7 @@ import yaml
 
 from finetune.closed_form.shape import approximate_weights
 from finetune.data.chat import Chat, Content, Passage, documents_in
-from finetune.data.dialect import csv_dialect, found_encoding
+from finetune.data.dialect import csv_dialect
 from finetune.data.readers import SourceRow
 from finetune.data.readings import (
     Reading,
@@ -37,7 +37,7 @@ from finetune.data.readings import (
 )
 from finetune.data.rows import Mistakes, RowReader, notes_on_reading
 from finetune.data.sources import Source, files_below, resolve
-from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearEncoding
+from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearFile
 from finetune.files import check_output
 from finetune.model.known_configs import config_here
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
@@ -178,18 +178,24 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     if file.exists():
         raise FinetuneError(f"{file}: is there already; name another file with -o, or delete it")
     source = resolve(entry)
-    if encoding := _asked_encoding(source, choose_one):
-        entry = entry.model_copy(update={"encoding": encoding})
-        source = resolve(entry)
-    sample = read_sample(source)
+    try:
+        sample = read_sample(source)
+    except UnclearFile as error:
+        if choose_one is None:
+            raise
+        ways = [f"{word}   ({error.key}: {name})" for name, word in error.readings]
+        entry = entry.model_copy(update={error.key: error.readings[choose_one(ways)][0]})
+        sample = read_sample(source := resolve(entry))
     names = [str(name) for name in sample.rows[0]]
-    if source.kind == "csv" and not options.columns and looks_like_data(names, sample.rows):
+    if source.kind in ("csv", "excel") and not options.columns and looks_like_data(names, sample.rows):
         header = ["question", "answer", *(f"column{number}" for number in range(3, len(names) + 1))][: len(names)]
-        line = csv_dialect(source.files[0], encoding=entry.encoding).delimiter.join(header)
+        delimiter = " | "
+        if source.kind == "csv":
+            delimiter = csv_dialect(source.files[0], encoding=entry.encoding).delimiter
         raise DataError(
             [
                 f"{source.files[0]}:1: the first line looks like data, not like column names ({in_quotes(names)}); "
-                f"put a line with names before it: {line}"
+                f"put a line with names before it: {delimiter.join(header)}"
             ]
         )
     result = readings(entry.format, sample.rows)
@@ -229,20 +235,6 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
             "data/skills/tools.jinja)"
         )
     return Proposal(entry, reading, counts, choice, settings, examples, tuple(lines), file, text)
-
-
-def _asked_encoding(source: Source, choose_one: Callable[[Sequence[str]], int] | None) -> str | None:
-    """The user's choice if two code pages are plausible, else None. Raises UnclearEncoding if nobody can choose."""
-    if source.kind in ("csv", "text") and source.entry.encoding is None:
-        for file in source.files:
-            try:
-                found_encoding(file)
-            except UnclearEncoding as error:
-                if choose_one is None:
-                    raise
-                ways = [f"{word}   (encoding: {name})" for name, word in error.readings]
-                return error.readings[choose_one(ways)][0]
-    return None
 
 
 def _choose_reading(

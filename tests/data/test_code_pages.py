@@ -10,7 +10,7 @@ import pytest
 from finetune.data.dialect import csv_dialect
 from finetune.data.readers import read_rows
 from finetune.data.rows import check_rows
-from finetune.errors import DataError, UnclearEncoding
+from finetune.errors import DataError, UnclearFile
 from finetune.new_recipe import propose
 from finetune.recipe.schema import Data
 
@@ -35,7 +35,7 @@ def outcome(language: str, page: str, folder: Path) -> str:
     file = written(language, page, folder)
     try:
         readings = [(csv_dialect(file).encoding, "")]
-    except UnclearEncoding as error:
+    except UnclearFile as error:
         readings = list(error.readings)
     encodings = [name for name, _ in readings]
     assert len({word for _, word in readings}) == len(readings)  # the words show the difference
@@ -65,8 +65,8 @@ def test_two_plausible_readings_are_refused_by_check_and_asked_by_init(tmp_path:
     with pytest.raises(DataError) as raised:
         check_rows(Data.model_validate({"train": [{"path": "csv", "data_files": str(file)}]}))
     (line,) = raised.value.mistakes
-    assert line.startswith(f"{file}:1: is not UTF-8, and may say 'bashkisė' (cp1257) or 'bashkisë' (cp1252)")
-    with pytest.raises(UnclearEncoding):
+    assert line.startswith(f"{file}: is not UTF-8, and may say 'bashkisė' (cp1257) or 'bashkisë' (cp1252)")
+    with pytest.raises(UnclearFile):
         propose(str(file))
     asked: list[list[str]] = []
 
