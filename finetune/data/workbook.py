@@ -29,8 +29,8 @@ def sheet_records(file: Path, stream: IO[bytes], wanted: str | None, notes: Coun
         wanted: The sheet's name. None: the visible one with a table, or else the first with anything.
         notes: Gets notes for the file's owner, with their counts.
 
-    Raises BadFile for a sheet that is not there, UnclearFile for several tables with different columns, ValueError for a
-    workbook that is too large, and what openpyxl raises about a damaged one.
+    Raises BadFile for a sheet that is not there, UnclearFile for several tables with different columns, ValueError for
+    a workbook that is too large, and what openpyxl raises about a damaged one.
     """
     from openpyxl import load_workbook
 

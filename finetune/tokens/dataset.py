@@ -310,5 +310,3 @@ class RowCounts:
     estimated_by: str = ""  # empty if they were counted
     # Rows with a document beyond max_length, all rows, the longest document. A pair has two documents.
     too_long: tuple[int, int, int] | None = None
-    beyond: float = 0.0  # share of all tokens that a cut at max_length takes
-    unanswered: int = 0  # rows with a question that alone is longer than max_length: a cut leaves no answer

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import shlex
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ from finetune.data.chat import Chat, documents_in
 from finetune.data.rows import RowReader, check_rows
 from finetune.data.sources import resolve
 from finetune.errors import FinetuneError
+from finetune.model.build import load_tokenizer
 from finetune.new_recipe import propose
+from finetune.new_recipe.proposal import ROW_SIZES
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet, Recipe
 from finetune.tokens.dataset import prepare
+from finetune.training.batch_notes import notes_before_launch
 from tests.support.models.chat_families import tokenizer_of
 from tests.support.rows.real_rows import NUMBERS, real_rows, tool_rows
 
@@ -660,3 +664,27 @@ def test_a_small_file_is_read_whole_however_slow_the_machine_is(
     (tmp_path / "a.csv").write_text(f"prompt,completion,label\n{''.join(rows)}", "utf-8")
     with pytest.raises(FinetuneError, match=r"judged answers: kto"):
         propose(str(tmp_path / "a.csv"), gpus="cpu")
+
+
+@pytest.mark.parametrize("tools", [0, 2])
+def test_rows_are_counted_as_training_counts_them(tools: int, tmp_path: Path, tiny_llama: Path) -> None:
+    """The template's own text is longer than the rows, so that bytes alone would find 256 tokens enough."""
+    shutil.copytree(tiny_llama, model := tmp_path / "model")
+    words = "be kind to the old stone bridge " * 25
+    template = (model / "chat_template.jinja").read_text("utf-8")
+    template = f"{{% for tool in tools or [''] %}}{{{{ tool }}}}{words}{{% endfor %}}{template}"
+    (model / "chat_template.jinja").write_text(template, "utf-8")
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    answer = {"role": "assistant", "content": "so"}
+    more = {"tools": [tool] * tools} if tools else {}
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(lines(lambda n: {"messages": [{"role": "user", "content": f"why {n}"}, answer], **more}))
+    made = propose(str(file), model=str(model), gpus="cpu")
+    (written := tmp_path / "made.yaml").write_text(made.text, "utf-8")
+    recipe = load_recipe(written).recipe
+    prepared = prepare(recipe, load_tokenizer(recipe))
+    longest = int(prepared.pool.lengths.max())
+    assert prepared.facts["truncated"] == prepared.facts["dropped"] == made.counts.too_long == 0
+    assert (made.counts.tokens, made.counts.longest) == (prepared.facts["tokens"], longest)
+    assert recipe.data.max_length == min(size for size in ROW_SIZES if size >= longest) > 256
+    assert notes_before_launch(recipe, prepared)["steps"] == made.settings.steps
