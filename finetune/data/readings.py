@@ -21,7 +21,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from finetune.data.cells import ROLES, BadRow, json_kind, json_text, turns_in
+from finetune.data.cells import OTHER_ROLES, ROLES, BadRow, flattened, json_kind, json_text, turns_in
 from finetune.output_stream import one_line
 from finetune.recipe.layouts import LAYOUTS, KnownFormat
 from finetune.recipe.schema import RowFormat
@@ -69,7 +69,8 @@ REASON_NAMES = ("reasoning_content", "thinking", "reasoning")
 CONTEXT_WORDS = (
     "context passage kontext contexto contexte contesto контекст 문맥 맥락 文脈 上下文 background document".split()
 )
-SPEAKER_NAMES = ("role", "from", "speaker", "sender")
+SPEAKER_NAMES = ("role", "from", "speaker", "sender", "author", "user", "who")
+SAID_NAMES = ("content", "value", "text", "message", "body", "utterance")
 JUDGED_NAMES = ("label", "kto_tag", "desirable", "is_desirable", "wanted", "thumbs_up", "liked")
 # Words for a wanted answer and for an unwanted one. Numbers on a scale (0.7, 5, -1) are not read: the data's owner
 # decides where the line is, by `labels`.
@@ -297,6 +298,15 @@ def readings(format: RowFormat, rows: Sequence[Mapping[str, Any]]) -> Readings:
     answers = [*candidates, *numbers]
     # A column with one value, like a source, is no answer.
     answers = [each for each in answers if not each.repeats or len(each.values) != 1 or each.has_word(ANSWER_WORDS)]
+    if len(candidates) < 2 and len(rows) > 1 and any(column.kind == "object" for column in columns):
+        inside = readings(format, [*map(flattened, rows)])
+        named = {column.name: column for column in inside.columns}
+        answers = [name for name, column in named.items() if "." in name and column.has_word(ANSWER_WORDS)]
+        answered = [reading for reading in inside.found if reading.columns.get("output") in answers]
+        if not candidates:
+            return inside
+        if answered:
+            return replace(inside, found=[*answered, Reading("text", {"text": candidates[0].name})])
     if not candidates:
         return Readings([], columns, _no_texts(rows, columns))
     if not [each for each in answers if each is not candidates[0]]:
@@ -641,11 +651,8 @@ def _obstacle(reading: Reading, columns: Sequence[Column]) -> str:
             return f"{in_quotes(answers)} answer {chat.name!r}, and a row has one answer, or two; {_as_pairs(unread)}"
         return ""
     for column in nested:
-        if column.has_word(TURN_WORDS):
-            return (
-                f"{column.name!r} looks like a dialogue, and its turns cannot be read ({_inside(column.typical)}); "
-                'write each as {"role": "user", "content": "..."} or {"from": "human", "value": "..."}'
-            )
+        if column.has_word(TURN_WORDS) or _renamed_turns(column):
+            return _unread_turns(column)
     chosen_by = next((column for column in unread if column.has_word((*KEY_WORDS, "label"))), answer)
     for column in nested:
         if column.has_word(CHOICE_WORDS):
@@ -717,16 +724,38 @@ def _no_texts(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> s
     names = [column.name for column in columns]
     if len(rows) == 1 and len(names) > 1 and all(isinstance(value, dict) for value in rows[0].values()):
         return f"is one object whose {len(names)} values are the rows; write one a line: jq -c '.[]' FILE > rows.jsonl"
-    for column in columns:
-        if column.kind == "object":
-            inner = [str(key) for key, text in column.typical.items() if isinstance(text, str)]
-            if inner:
-                held = f"the texts are nested in the column {column.name!r} ({in_quotes(inner)})"
-                return f"{held}; make each a column of its own"
+    if turns := next((column for column in columns if column.kind == "list" and _renamed_turns(column)), None):
+        return _unread_turns(turns)
     if nested := [column for column in columns if column.kind in ("list", "object")]:
         held = ", ".join(f"{column.name!r} holds {_inside(column.typical)}" for column in nested[:3])
         return f"no column holds texts to train on; {held}; write one question and one answer a row, or messages"
     return f"no column holds texts to train on; the columns are {in_quotes(names) or 'none'}"
+
+
+def _renamed_turns(column: Column) -> str:
+    """The command that renames the fields of a dialogue's turns; empty if they are not an author and a text."""
+    first = column.typical[0] if isinstance(column.typical, list) and column.typical else None
+    if not isinstance(first, dict) or is_turns(column.typical):
+        return ""
+    role, content = (
+        next((key for key in first if key.lower() in names), None) for names in (SPEAKER_NAMES, SAID_NAMES)
+    )
+    if role is None or content is None:
+        return ""
+    path = "".join(f"[{json.dumps(part)}]" for part in column.name.split("."))
+    turn = f"{{role: .[{json.dumps(role)}], content: .[{json.dumps(content)}]}}"
+    command = f"jq -c '.{path} |= map({turn})' FILE > rows.jsonl"
+    speakers = [*dict.fromkeys(str(turn.get(role)) for turn in column.typical if isinstance(turn, dict))]
+    others = [name for name in speakers if name not in (*ROLES, *OTHER_ROLES)]
+    return command + f"; and in the recipe roles: {in_yaml(dict.fromkeys(others, '...'))}" * bool(others)
+
+
+def _unread_turns(column: Column) -> str:
+    """The obstacle if a column's turns have other fields than a role and its content."""
+    remedy = 'write each as {"role": "user", "content": "..."} or {"from": "human", "value": "..."}'
+    if command := _renamed_turns(column):
+        remedy = f"rename their fields: {command}"
+    return f"{column.name!r} looks like a dialogue, and its turns cannot be read ({_inside(column.typical)}); {remedy}"
 
 
 def looks_like_data(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bool:

@@ -256,7 +256,10 @@ def _choose_reading(
     target, plausible = one_line(target), result.found
     if options.columns:
         names = {column.name: column for column in result.columns}
-        missing = [theirs for theirs in options.columns.values() if theirs not in names]
+        # A path into an object is looked up when the rows are counted.
+        missing = [
+            theirs for theirs in options.columns.values() if {theirs, theirs.partition(".")[0]}.isdisjoint(names)
+        ]
         if missing:
             listed = in_quotes(sorted(names))
             raise DataError([f"--columns: {target} has no column {one_line(repr(missing[0]), 60)}, but {listed}"])
@@ -519,11 +522,12 @@ def _findings(
     names = list(dict.fromkeys(name for row in sample.rows[:100] for name in row))
     lines = [f"{source.name}: {name}; {rows}; columns {in_quotes(names)}"]
     folder = Path(source.entry.path)
+    others: list[str] = []
     if folder.is_dir() and source.kind != "hub":
-        files = [file for file in files_below(folder) if not file.name.startswith(".")]
-        if others := [str(file.relative_to(folder)) for file in files if file not in source.files]:
-            more = f" and {len(others) - 3} more" * (len(others) > 3)
-            lines.append(f"files that are not used: {in_quotes(others[:3])}{more}; data.train and data.eval name files")
+        others = [str(file.relative_to(folder)) for file in files_below(folder)[0] if file not in source.files]
+    if others:
+        more = f" and {len(others) - 3} more" * (len(others) > 3)
+        lines.append(f"files that are not used: {in_quotes(others[:3])}{more}; data.train and data.eval name files")
     unused = result.unused(reading)
     line = f"read as {in_yaml(reading.columns) if reading.columns else reading.format}"
     if reading.labels:

@@ -136,10 +136,15 @@ def test_pairs_and_judged_answers_are_found(table: list[dict[str, Any]], format:
     assert reading.objective == {"preference": "dpo", "kto": "kto", "alpaca": "supervised"}[format]
 
 
-def test_nested_texts_are_named() -> None:
-    found = readings("auto", rows(id=int, qa=lambda n: {"question": question(n), "answer": answer(n)}))
-    assert not found.found
-    assert "nested in the column 'qa' ('question', 'answer')" in found.obstacle
+def test_texts_inside_an_object_are_asked_about_beside_another_text() -> None:
+    inside = {"question": question, "answer": answer}
+    found = readings(
+        "auto", rows(title="Machine {}".format, qa=lambda n: {name: make(n) for name, make in inside.items()})
+    )
+    assert [dict(reading.columns) for reading in found.found] == [
+        {"instruction": "qa.question", "output": "qa.answer"},
+        {"text": "title"},
+    ]
 
 
 def test_a_table_of_numbers_has_no_texts() -> None:

@@ -106,6 +106,12 @@ READ: dict[str, tuple[str, Callable[[], bytes], dict[str, str]]] = {
                  .encode(), {}),
     "Alpaca": ("a.jsonl", lambda: lines(lambda n: pairs("instruction", "output")[n] | {"input": ""}), {}),
     "one column": ("a.csv", lambda: table(["inhalt"], lambda n: (" ".join(german(n)),)), {"text": "inhalt"}),  # type: ignore[arg-type,return-value]
+    "inside objects": ("a.jsonl", lambda: lines(lambda n: {"a": {"qa": pairs("question", "answer")[n]}, "id": n}),
+                       {"instruction": "a.qa.question", "output": "a.qa.answer"}),
+    "turns inside objects": ("a.jsonl", lambda: lines(lambda n: {"ticket": {"messages": filled(CHAT, n)}}),
+                             {"messages": "ticket.messages"}),
+    "a text beside facts": ("a.jsonl", lambda: lines(lambda n: {"text": german(n)[1], "meta": {"title": f"A {n}"}}),
+                            {}),
     "a text": ("a.txt", lambda: b"A text about a machine.\n" * 50, {}),
 }  # fmt: skip
 
@@ -126,6 +132,8 @@ def test_files_that_are_read(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
+    "turns of other fields": ("a.jsonl", lambda: lines(lambda n: {"x": {"log": [{"sender": "bot", "Text": f"{n}"}]}}),
+        """rename their fields: jq -c '.["x"]["log"] |= map({role: .["sender"], content: .["Text"]})' FILE > rows"""),
     "no header": ("a.csv", lambda: table(None, german), "the first line looks like data"),
     "equal answers": (
         "a.jsonl", lambda: lines(lambda n: {"prompt": str(n), "chosen": f"b {n}", "rejected": f"b {n}"}),
@@ -134,7 +142,6 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "rows inside of an object": (
         "a.json", lambda: json.dumps({"data": pairs("a", "b")}, indent=1).encode(), "whose 'data' holds 40 rows"
     ),
-    "nested texts": ("a.jsonl", lambda: lines(lambda n: {"qa": pairs("question", "answer")[n]}), "column of its own"),
     "rows by their numbers": (
         "a.json", lambda: json.dumps({str(n): pairs("question", "answer")[n] for n in range(COUNT)}).encode(),
         "one object whose 40 values are the rows; write one a line",
@@ -631,7 +638,7 @@ def test_rows_whose_question_alone_is_too_long_are_left_out_and_said_so(
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     long = "word " * 3000
     rows = [{"question": f"Why {n}?", "answer": f"So {n}."} for n in range(20)]
-    rows[3]["question"], rows[5]["answer"], rows[7]["question"] = long, long + "5", long + "7"
+    rows[3]["question"], rows[5]["answer"], rows[7]["question"] = long, long + "5", long + "word 7"
     Path("a.jsonl").write_bytes("".join(f"{json.dumps(row)}\n" for row in rows).encode())
     found = propose("a.jsonl", gpus="cpu")
     assert found.settings.max_length == 1024
@@ -651,8 +658,9 @@ def test_rows_whose_question_alone_is_too_long_are_left_out_and_said_so(
         "2 documents dropped: the question alone is longer than data.max_length, so no answer is left; "
         f"data.max_length: {longest} keeps all of them"
     )
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": longest})})
-    assert prepare(recipe, tokenizer_of("qwen")).facts["dropped"] == 0
+    for length, dropped in (longest, 0), (longest - 1, 1):
+        longer = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
+        assert prepare(longer, tokenizer_of("qwen")).facts["dropped"] == dropped
 
 
 def test_a_small_file_is_read_whole_however_slow_the_machine_is(
