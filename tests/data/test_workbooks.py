@@ -98,7 +98,7 @@ def test_a_cover_is_no_table_and_two_tables_are_asked_about(tmp_path: Path) -> N
     made["Sheet"].delete_rows(1, 5)
     for row in ("Version", "two"), ("Date", "May"), ("Owner", "Ann"):
         made["Sheet"].append(row)
-    said = r"a.xlsx: several tables: 'Version, two' \(Sheet\) or 'question, answer' \(data\); name"
+    said = r"a.xlsx: has several tables: 'Version, two' \(Sheet\) or 'question, answer' \(data\); name"
     with pytest.raises(DataError, match=said):
         read(made, tmp_path)
     file = str(tmp_path / "a.xlsx")
