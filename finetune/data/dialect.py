@@ -403,6 +403,9 @@ def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
     plausible = [
         (name, text) for value, name, text in ranked if value >= best * (CLOSE_WESTERN if name == western else close)
     ][:3]
+    # Kazakh's letters qa and eng look Macedonian in cp1251, which has no yery.
+    if plausible[0][0] == "cp1251" and "ы" in plausible[0][1] and not {*"ќѕ"}.isdisjoint(plausible[0][1]):
+        plausible.insert(0, ("kz1048", _decoded(lines, "kz1048") or ""))
     # A line in UTF-8 among others is no accident: Ã¤, Ã© are not words. Four characters are none in any code page.
     if in_utf8 and (western or any(len(line.decode("utf-8", "ignore")) + 4 <= len(line) for line in in_utf8)):
         return (("", f"{in_utf8[0].decode('utf-8', 'ignore').strip()[:40]!r}) and some are {first}"),)
