@@ -227,11 +227,12 @@ def header_at(records: Sequence[Sequence[str]]) -> int | None:
     ends = [len(without_blank_end(record)) for record in records]
     counts = Counter(ends[next((place for place, end in enumerate(ends) if end > 1), 0) :])
     usual = max(counts, key=lambda end: (counts[end], end), default=0)
+    wide = [record[:end] for end, record in zip(ends, records, strict=True) if end >= usual]
+    begins = [next(place for place, cell in enumerate(cells) if cell.strip()) for cells in wide if cells]
     # The first cell may be empty: a data frame's row numbers have no name.
-    are_full = (
-        end >= usual and all(cell.strip() for cell in record[1:end]) for end, record in zip(ends, records, strict=True)
-    )
-    start = next((place for place, is_full in enumerate(are_full) if is_full), 0)
+    left = max(1, min(begins, default=0))
+    full = (place for place, end in enumerate(ends) if end >= usual and all(map(str.strip, records[place][left:end])))
+    start = next(full, 0)
     if not start or usual < 2:
         return 0
     above, header, below = records[:start], records[start][: ends[start]], records[start + 1 :]
