@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FIRST_ROWS = 1000  # of each large data set; about two seconds
-MOST_BYTES = 16 * 2**20  # of all data sets that are encoded whole; about ten seconds
+MOST_ENCODED_BYTES = 16 * 2**20  # of all data sets that are encoded whole; about ten seconds
 
 
 def prepared_here(recipe: Recipe) -> Prepared | None:
@@ -74,7 +74,7 @@ def _is_whole(recipe: Recipe) -> bool:
     """Whether all rows are on this machine, and few enough to encode them."""
     sources = [resolve(entry) for entry in recipe.data.sets]
     nbytes = sum(file.stat().st_size for source in sources for file in source.files)
-    return nbytes <= MOST_BYTES and all(source.kind != "hub" for source in sources)
+    return nbytes <= MOST_ENCODED_BYTES and all(source.kind != "hub" for source in sources)
 
 
 def _head_of(entry: DataSet) -> DataSet:

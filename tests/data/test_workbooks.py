@@ -90,9 +90,9 @@ def test_group_names_above_the_header_are_told(tmp_path: Path) -> None:
 
 
 def test_a_table_may_begin_in_another_column(tmp_path: Path) -> None:
-    rows, told = read(book(["FAQ"], [], [None, None, *HEADER], *[[None, None, *row] for row in ROWS]), tmp_path)
+    rows, told = read(book(["Our FAQ"], [], [None, None, *HEADER], *[[None, None, *row] for row in ROWS]), tmp_path)
     assert rows == [{"Unnamed: 0": "", **row} for row in WANTED]
-    assert [*told] == ["line 1 is above the header and left out: 'FAQ'"]
+    assert [*told] == ["line 1 is above the header and left out: 'Our FAQ'"]
 
 
 def test_a_cover_is_no_table_and_two_tables_are_asked_about(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_check_refuses_what_training_refuses(
 
 
 def test_large_data_are_encoded_in_part(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_documents, "MOST_BYTES", 100)
+    monkeypatch.setattr(check_documents, "MOST_ENCODED_BYTES", 100)
     monkeypatch.setattr(check_documents, "FIRST_ROWS", 10)
     said = "the first 10 rows of each local data set were encoded; `finetune preview` encodes all"
     recipe = recipe_of(tmp_path, tiny_llama, [*GOOD * 5, LONG[0]], {})
