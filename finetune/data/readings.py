@@ -316,9 +316,8 @@ def readings(format: RowFormat, rows: Sequence[Mapping[str, Any]]) -> Readings:
     answers = [each for each in answers if not each.repeats or len(each.values) != 1 or each.has_word(ANSWER_WORDS)]
     if len(candidates) < 2 and len(rows) > 1 and any(column.kind == "object" for column in columns):
         inside = readings(format, [*map(flattened, rows)])
-        named = {column.name: column for column in inside.columns}
-        answers = [name for name, column in named.items() if "." in name and column.has_word(ANSWER_WORDS)]
-        answered = [reading for reading in inside.found if reading.columns.get("output") in answers]
+        nested = [column.name for column in inside.columns if "." in column.name and column.has_word(ANSWER_WORDS)]
+        answered = [reading for reading in inside.found if reading.columns.get("output") in nested]
         if not candidates:
             return inside
         if answered:
@@ -657,9 +656,9 @@ def _obstacle(reading: Reading, columns: Sequence[Column]) -> str:
     asked = reading.columns.get("instruction") or next(
         (column.name for column in columns if column.has_word(QUESTION_WORDS)), "instruction"
     )
-    text = named.get(reading.columns.get("text", ""))
-    if reading.format == "text" and text and text.has_word(TURN_WORDS) and TRANSCRIPT.match(text.typical):
-        why = f"{text.name!r} holds dialogues as one text ({one_line(text.typical, 40)})"
+    whole = named.get(reading.columns.get("text", ""))
+    if reading.format == "text" and whole and whole.has_word(TURN_WORDS) and TRANSCRIPT.match(whole.typical):
+        why = f"{whole.name!r} holds dialogues as one text ({one_line(whole.typical, 40)})"
         return f"{why}; write their turns as messages, or take it as it is: --columns {shlex.quote(reading.in_words())}"
     is_sure = answer is not None and answer.has_word(ANSWER_WORDS) and answer.kind == "text"
     is_key = answer is not None and (answer.length <= 3 or answer.kind == "number")

@@ -45,7 +45,8 @@ class DocumentPool:
         if not first:
             return self.lengths
         of_first = np.concatenate(first)
-        return np.maximum(of_first, self.lengths - of_first)
+        longest: np.ndarray = np.maximum(of_first, self.lengths - of_first)
+        return longest
 
     def group(self, store: int) -> np.ndarray:
         """One data set's documents."""
