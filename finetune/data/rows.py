@@ -90,6 +90,7 @@ class RowReader:
         self._message_keys: dict[str, None] = {}  # keys beside READ_KEYS
         self._reported: set[str] = set()  # unknown roles, and columns or keys with images
         self._unanswered = 0
+        self._read_only = 0  # answers that rows mark as not to be trained
         self._run_together = 0
         self._written: list[Any] = [0, ""]  # rows that spell tokens of a chat template; the first token
         self._twice: list[Any] = [0, "", ""]  # rows in UTF-8 of UTF-8; the first such letters, and what they stand for
@@ -184,6 +185,9 @@ class RowReader:
             if isinstance(document, Chat):
                 texts += [message["content"] for message in document.messages]
                 self._unanswered += document.messages[-1]["role"] != "assistant"
+                if layout.format in ("messages", "sharegpt"):
+                    answers = sum(message["role"] == "assistant" for message in document.messages)
+                    self._read_only += answers - sum(document.supervised)
                 keys = (key for message in document.messages for key in message if key not in READ_KEYS)
                 new_keys = dict.fromkeys(key for key in keys if key not in self._message_keys)
                 self._message_keys |= dict.fromkeys(islice(new_keys, MOST_NAMES - len(self._message_keys)))
@@ -237,6 +241,7 @@ class RowReader:
             "unused_columns": [*self._unused],
             "unused_message_keys": [key for key in self._message_keys if not is_read(key)],
             "unanswered": self._unanswered,
+            "read_only": self._read_only,
             "run_together": self._run_together,
             "written_tokens": self._written,
             "begins_of_text": self._begun,
@@ -320,6 +325,8 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: keys of messages that the template does not read: {listed(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:
         yield f"{name}: dialogues that end without an answer: {count:,}; nothing is supervised in their last turn"
+    if count := facts.get("read_only", 0):  # an older cache has none
+        yield f"{name}: answers that the rows mark as not to be trained (weight: 0, or loss, train or mask): {count:,}"
     count, letters, meant = facts.get("encoded_twice") or (0, "", "")  # an older cache has none
     if count:
         yield (
