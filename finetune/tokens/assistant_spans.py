@@ -323,12 +323,15 @@ class SpanFinder:
             pass
         elif block and matched >= block.start():
             is_closed, place = "</think>" in block.group(), begin + block.start()
+            closes_itself = chat.text[place:].lstrip().startswith("</think>")  # GLM 4.7: <bot></think>Hello<end>
             own_block = _OWN_BLOCK.match(chat.text, place)
             if is_closed and reasoning_of(message).strip():
                 raise ReasoningAfterClosedBlock(index)
             if own_block is None:
                 start = place
-                if not is_closed:  # the model closes the block
+                if closes_itself and not is_closed:
+                    thought = reasoning_of(message).strip()
+                elif not is_closed:  # the model closes the block
                     thought = f"{reasoning_of(message).strip()}\n</think>\n\n"
                     start = _skip(chat.text, place, "\n")
             elif is_closed:
@@ -491,6 +494,10 @@ class SpanFinder:
             return ""
         return rest[: token.end()]
 
+    def _always_asks(self, messages: Messages) -> bool:
+        """Whether the template writes the header for the next answer even without add_generation_prompt."""
+        return self._render(messages, None) == self._render(messages, None, generation_prompt=True)
+
     # -- the template's habits ---------------------------------------------------------------------------------------
 
     def _habits(self, tools: Tools) -> _Habits:
@@ -516,7 +523,11 @@ class SpanFinder:
             followed = self._render([question, answer, question], probe_tools).rpartition(_PROBE)[2]
             headers[0] = self._header_after(ended, followed)
             turn_end = ended[: self._common_pieces(ended, followed)]
-            if own_tokens := [*self.special.finditer(turn_end)]:  # else the last turn has a stop token of its own
+            own_tokens = [*self.special.finditer(turn_end)]
+            if ended[len(turn_end) :].strip() and self._always_asks([question, answer]):
+                # The common part goes on into the next header: <end>\\n<bot> and <end>\\n<user> share <.
+                own_tokens = own_tokens[:1]
+            if own_tokens:  # else the last turn has a stop token of its own
                 stop, closing = own_tokens[-1].group(), ended[own_tokens[-1].end() :]
         except BadRow:  # the template needs another kind of chat
             pass

@@ -14,8 +14,8 @@ from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import EvalFraction, Recipe
 from finetune.tokens.cache import (
+    EARLIER_VERSIONS,
     ONE_ANSWER,
-    VERSION_BEFORE,
     StoredDocuments,
     content_key,
     documents_key,
@@ -42,7 +42,7 @@ class Prepared:
     eval: Rows | None
     eval_sets: dict[str, Rows]  # the rows of `eval` by data set, if data.eval names several; else empty
     fingerprint: str  # content address for data, tokenizer, template and settings
-    fingerprint_before: str  # as the release before 1.0 made it, for runs that it began
+    earlier_fingerprints: tuple[str, ...]  # as earlier releases made it, for runs that they began
     facts: dict[str, Any]  # counts for receipt and terminal
     prompts: list[SamplePrompt]  # to be answered before and after training
     conversation: Conversation  # how chats are written, and the tokens that end the answers
@@ -126,7 +126,7 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     encoder = Encoder(tokenizer, data, recipe.model)
     entries = data.sets
     keys: list[str] = []
-    keys_before: list[str] = []
+    earlier_keys: dict[int, list[str]] = {version: [] for version in EARLIER_VERSIONS}
     stores: list[StoredDocuments] = []
     mistakes = Mistakes()
     for entry in entries:
@@ -137,7 +137,8 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
             mistakes.take(error)
             continue
         keys.append(key)
-        keys_before.append(documents_key(source, data, encoder, VERSION_BEFORE))
+        for version, earlier in earlier_keys.items():
+            earlier.append(documents_key(source, data, encoder, version))
         stores.append(store)
     mistakes.raise_if_any()
 
@@ -179,7 +180,7 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
         eval=held_out,
         eval_sets=eval_sets,
         fingerprint=content_key({"documents": keys, **settings}),
-        fingerprint_before=content_key({"documents": keys_before, **settings}),
+        earlier_fingerprints=tuple(content_key({"documents": key, **settings}) for key in earlier_keys.values()),
         facts=facts,
         prompts=_sample_prompts(recipe, encoder, pool, split),
         conversation=encoder.conversation(stop for store in stores for stop in store.facts["stops"]),
