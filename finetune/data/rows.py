@@ -91,6 +91,10 @@ class RowReader:
         self._reported: set[str] = set()  # unknown roles, and columns or keys with images
         self._unanswered = 0
         self._read_only = 0  # answers that rows mark as not to be trained
+        self._with_tools = 0
+        self._systems: set[str] = (
+            set()
+        )  # the rows' system messages, "" for none; two are enough to know that they differ
         self._run_together = 0
         self._written: list[Any] = [0, ""]  # rows that spell tokens of a chat template; the first token
         self._twice: list[Any] = [0, "", ""]  # rows in UTF-8 of UTF-8; the first such letters, and what they stand for
@@ -185,6 +189,10 @@ class RowReader:
             if isinstance(document, Chat):
                 texts += [message["content"] for message in document.messages]
                 self._unanswered += document.messages[-1]["role"] != "assistant"
+                first = document.messages[0]
+                if len(self._systems) < 2:
+                    self._systems.add(first["content"] if first["role"] in ("system", "developer") else "")
+                self._with_tools += bool(document.tools) or any("tool_calls" in turn for turn in document.messages)
                 if layout.format in ("messages", "sharegpt"):
                     answers = sum(message["role"] == "assistant" for message in document.messages)
                     self._read_only += answers - sum(document.supervised)
@@ -242,6 +250,8 @@ class RowReader:
             "unused_message_keys": [key for key in self._message_keys if not is_read(key)],
             "unanswered": self._unanswered,
             "read_only": self._read_only,
+            "with_tools": self._with_tools,
+            "systems": sorted(self._systems),
             "run_together": self._run_together,
             "written_tokens": self._written,
             "begins_of_text": self._begun,

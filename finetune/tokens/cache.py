@@ -124,9 +124,10 @@ def documents_key(source: Source, data: Data, encoder: Encoder, version: int = V
     reading |= source.entry.model_dump(
         include={"template", "drop", "delimiter", "encoding", "labels", "sheet"}, exclude_defaults=True
     )
-    parts: dict[str, Any] = {"version": version, "source": source.key(), "reading": reading, "encoder": encoder.identity()}
+    identity = encoder.identity()
     if version in EARLIER_VERSIONS:
-        parts["encoder"].pop("ends", None)
+        identity.pop("ends", None)
+    parts = {"version": version, "source": source.key(), "reading": reading, "encoder": identity}
     return content_key(parts | settings)
 
 

@@ -172,6 +172,8 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     facts = _facts(pool, split, train, held_out, capacity)
     if recipe.model.new_tokens:
         facts["new_tokens_unused"] = _unused_tokens(recipe.model.new_tokens, tokenizer, stores)
+    ends = (stop for store in stores for stop in store.facts["stops"])
+    conversation = encoder.conversation(ends, [store.facts["rows"] for store in stores[:train_sets]])
     eval_key = data.eval.fraction if isinstance(data.eval, EvalFraction) else None
     chosen = [seed, data.packing, data.max_length, eval_key, [entry.weight for entry in entries]]
     settings = {"settings": chosen, "training sets": len(data.train)}
@@ -182,8 +184,8 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
         fingerprint=content_key({"documents": keys, **settings}),
         earlier_fingerprints=tuple(content_key({"documents": key, **settings}) for key in earlier_keys.values()),
         facts=facts,
-        prompts=_sample_prompts(recipe, encoder, pool, split),
-        conversation=encoder.conversation(stop for store in stores for stop in store.facts["stops"]),
+        prompts=_sample_prompts(recipe, encoder, pool, split, conversation.opening()),
+        conversation=conversation,
         pool=pool,
         split=split,
     )
@@ -281,12 +283,14 @@ def _unused_tokens(
     return [token for token, number in ids.items() if number in missing]
 
 
-def _sample_prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split) -> list[SamplePrompt]:
-    """The recipe's own prompts, or else the first held-out documents."""
+def _sample_prompts(
+    recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split, opening: list[dict[str, str]]
+) -> list[SamplePrompt]:
+    """The recipe's own prompts after the rows' system message, or else the first held-out documents."""
     section = recipe.samples
     if section.prompts is not None:
         try:
-            return [encoder.sample_prompt(text) for text in section.prompts]
+            return [encoder.sample_prompt(text, opening) for text in section.prompts]
         except RowError as error:
             raise DataError([f"samples.prompts: {error}"]) from None
     documents = split.held_out

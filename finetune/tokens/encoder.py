@@ -158,10 +158,10 @@ class Encoder:
         """Whether questions are asked as chats."""
         return bool(self._tokenizer.chat_template or self._data.chat_template)
 
-    def sample_prompt(self, text: str) -> SamplePrompt:
-        """A user's message as a prompt; as plain text without a chat template."""
+    def sample_prompt(self, text: str, opening: Sequence[dict[str, Any]] = ()) -> SamplePrompt:
+        """A user's message as a prompt, after the messages `opening`; as plain text without a chat template."""
         if self.has_template:
-            ids = self.prompt_ids([{"role": "user", "content": text}])
+            ids = self.prompt_ids([*opening, {"role": "user", "content": text}])
         else:
             literals = self.texts.literals(text)
             ids = [*self.texts.start_ids, *self.texts.tokenise_cut(Script(text, [], literals)).input_ids]
@@ -190,8 +190,13 @@ class Encoder:
             return sorted(ids)
         return [ids]
 
-    def conversation(self, stops: Iterable[int] | None = None) -> Conversation:
-        """How chats are written. `stops` are the ids that end the rows' answers; None: those of a probe's answer."""
+    def conversation(self, stops: Iterable[int] | None = None, facts: Sequence[Mapping[str, Any]] = ()) -> Conversation:
+        """How chats are written.
+
+        Args:
+            stops: The ids that end the rows' answers; None: those of a probe's answer.
+            facts: Of the training rows, by RowReader: whether they have tools, and which system messages.
+        """
         templates: Mapping[str, str] = {}
         if self._data.chat_template:
             templates = {"default": read_source(self._data.chat_template)}
@@ -202,7 +207,15 @@ class Encoder:
         ids = sorted({*stops})
         tokens = self._tokenizer.convert_ids_to_tokens(ids)
         stops_by_token = dict(zip(tokens, ids, strict=True))
-        return Conversation(templates, self._data.date_string, self._data.chat_template_kwargs, stops_by_token)
+        systems = {text for rows in facts for text in rows.get("systems", ())} or {""}
+        return Conversation(
+            templates,
+            self._data.date_string,
+            self._data.chat_template_kwargs,
+            stops_by_token,
+            system=systems.pop() if len(systems) == 1 else None,
+            tools=any(rows.get("with_tools") for rows in facts),
+        )
 
     def _probe(self) -> Script:
         """A question and its answer. Raises RowError."""
