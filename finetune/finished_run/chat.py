@@ -112,16 +112,16 @@ def open_run(run_dir: Path, endpoint: Endpoint | None = None, *, system: str | N
     Raises FinetuneError if the folder holds none.
     """
     run, device = finished_run(run_dir), best_device()
-    tokenizer, opening, notes = load_run_tokenizer(run), run.conversation.opening(system), []
+    tokenizer, opening = load_run_tokenizer(run), run.conversation.opening(system)
+    notes: list[str] = []
     if system is None and run.conversation.system is None:
         notes.append("system: none is sent, and the training rows have several; send one: --system TEXT")
     elif opening:
         notes.append(f"system: {one_line(opening[0]['content'], 200)}")
-    said = {"opening": opening, "notes": notes}
     if endpoint is not None:
         of_name = {name: Participant(name, model, nullcontext) for name, model in endpoint.models().items()}
         encoder = Encoder(tokenizer, run.recipe.data, run.recipe.model)
-        return ChatSession(tokenizer, encoder, of_name.get("base"), of_name["tuned"], endpoint, **said)
+        return ChatSession(tokenizer, encoder, of_name.get("base"), of_name["tuned"], endpoint, opening, notes)
     if run.recipe.lora is None:
         tuned = Participant("tuned", load_whole(run, device, tuned=True), nullcontext)
         base = Participant("base", load_whole(run, device, tuned=False), nullcontext)
@@ -129,7 +129,9 @@ def open_run(run_dir: Path, endpoint: Endpoint | None = None, *, system: str | N
         adapted: Any = load_adapted(run, device)
         tuned = Participant("tuned", adapted, nullcontext)
         base = Participant("base", adapted, adapted.disable_adapter)
-    return ChatSession(tokenizer, Encoder(tokenizer, run.recipe.data, run.recipe.model), base, tuned, **said)
+    return ChatSession(
+        tokenizer, Encoder(tokenizer, run.recipe.data, run.recipe.model), base, tuned, None, opening, notes
+    )
 
 
 def chat_loop(

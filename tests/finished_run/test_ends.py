@@ -196,7 +196,7 @@ def test_a_training_itself_scores_and_exports_its_ends(tmp_path: Path, capsys: p
     capsys.readouterr()
     assert main(["push", str(run), "me/done", "--dry-run"]) == 0
     page = capsys.readouterr().out
-    assert f"max_new_tokens=200, eos_token_id=[0, {done}])" in page
+    assert 'base.generation_config = GenerationConfig.from_pretrained("me/done")' in page
     assert "apply_chat_template" in page
     for sent in ("generation_config.json", "chat_template.jinja", "conversation.json"):
         assert f"bytes  {sent}\n" in page
