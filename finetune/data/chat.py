@@ -43,7 +43,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "audio_url", "input_audio")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING)
 # A message's own key for its weight, in other tools too -> whether true means supervised.
-WEIGHTS = {"weight": True, "loss": True, "loss_mask": True, "train": True, "training": True, "trainable": True,
+TURN_WEIGHTS = {"weight": True, "loss": True, "loss_mask": True, "train": True, "training": True, "trainable": True,
            "mask": False, "masked": False}  # fmt: skip
 # A call's arguments, by OpenAI's name and by those of Llama, LangChain, Anthropic and others.
 ARGUMENTS = ("arguments", "parameters", "args", "params", "kwargs", "input", "tool_input", "action_input")
@@ -517,7 +517,7 @@ def is_supervised(message: Mapping[str, Any], place: str) -> bool:
     {"weight": 0}, {"loss": false}, {"trainable": false} and {"mask": true} mean the same. Raises BadRow.
     """
     weights: dict[bool, str] = {}  # supervised or not -> the key that says so
-    for key, meaning in WEIGHTS.items():
+    for key, meaning in TURN_WEIGHTS.items():
         value = message.get(key)
         if value is None:
             continue
@@ -530,10 +530,9 @@ def is_supervised(message: Mapping[str, Any], place: str) -> bool:
     if len(weights) == 2:
         raise BadRow(f"{place}: {weights[True]} and {weights[False]} contradict each other; keep one of them")
     if True in weights and message["role"] != "assistant":
-        raise BadRow(
-            f"{place}: {weights[True]} {int(WEIGHTS[weights[True]])} on a {message['role']} turn; only assistant turns "
-            "are supervised: remove it"
-        )
+        key, role = weights[True], message["role"]
+        mark = f"{key} {int(TURN_WEIGHTS[key])}"
+        raise BadRow(f"{place}: {mark} on a {role} turn; only assistant turns are supervised: remove it")
     return bool(message["role"] == "assistant") and False not in weights
 
 
@@ -542,7 +541,7 @@ def read_message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BadRow(f'{place} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
     role = _checked_role(message, place)
-    result = {key: value for key, value in message.items() if value is not None and key not in WEIGHTS}
+    result = {key: value for key, value in message.items() if value is not None and key not in TURN_WEIGHTS}
     for key in result:
         if key in MEDIA and result[key]:
             raise ReportedOnce(f"{place}: {key!r} on a message; only text is trained on: remove it, or the row", key)

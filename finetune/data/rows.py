@@ -11,10 +11,11 @@ import hashlib
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 from finetune.data.cells import BadRow, is_blank, nearest
@@ -92,6 +93,7 @@ class RowReader:
         self._unanswered = 0
         self._read_only = 0  # answers that rows mark as not to be trained
         self._with_tools = 0
+        self._odd_calls: Counter[str] = Counter()  # rows whose calls, results and tools do not belong together
         self._systems: set[str] = (
             set()
         )  # the rows' system messages, "" for none; two are enough to know that they differ
@@ -192,6 +194,7 @@ class RowReader:
                 first = document.messages[0]
                 if len(self._systems) < 2:
                     self._systems.add(first["content"] if first["role"] in ("system", "developer") else "")
+                self._odd_calls.update(_odd_calls(document))
                 self._with_tools += bool(document.tools) or any("tool_calls" in turn for turn in document.messages)
                 if layout.format in ("messages", "sharegpt"):
                     answers = sum(message["role"] == "assistant" for message in document.messages)
@@ -251,6 +254,7 @@ class RowReader:
             "unanswered": self._unanswered,
             "read_only": self._read_only,
             "with_tools": self._with_tools,
+            "odd_calls": dict(self._odd_calls),
             "systems": sorted(self._systems),
             "run_together": self._run_together,
             "written_tokens": self._written,
@@ -275,6 +279,23 @@ def has_empty_cell(row: Mapping[str, Any], layout: RowLayout) -> bool:
     return any(
         value is None or (isinstance(value, str) and is_blank(value)) or is_blank_turn(value) for value in values
     )
+
+
+def _odd_calls(chat: Chat) -> Iterator[str]:
+    """What does not belong together in a row's calls, results and tools."""
+    called = [call["function"]["name"] for turn in chat.messages for call in turn.get("tool_calls", ())]
+    declared = {(tool.get("function") or tool).get("name") for tool in chat.tools or ()}
+    pairs = [*pairwise(chat.messages)]
+    if called and not declared:
+        yield "with calls and no tools"
+    elif not declared.issuperset(called):
+        yield "with a call of a tool that they do not declare"
+    if any(
+        turn["role"] == "tool" and before["role"] != "tool" and "tool_calls" not in before for before, turn in pairs
+    ):
+        yield "with a tool's result that answers no call"
+    if any("tool_calls" in turn and after["role"] != "tool" for turn, after in pairs):
+        yield "with a call that gets no result"
 
 
 def _written_token(text: str) -> str | None:
@@ -335,6 +356,8 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: keys of messages that the template does not read: {listed(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:
         yield f"{name}: dialogues that end without an answer: {count:,}; nothing is supervised in their last turn"
+    if odd := facts.get("odd_calls"):
+        yield f"{name}: rows {', '.join(f'{kind}: {count:,}' for kind, count in odd.items())}"
     if count := facts.get("read_only", 0):  # an older cache has none
         yield f"{name}: answers that the rows mark as not to be trained (weight: 0, or loss, train or mask): {count:,}"
     count, letters, meant = facts.get("encoded_twice") or (0, "", "")  # an older cache has none

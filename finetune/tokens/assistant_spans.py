@@ -59,6 +59,7 @@ _PROBE_TOOL = {
     "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
 }
 _PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"at": "a"}}}
+_LIKE_TOKEN = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|<(?:start|end)_of_turn>")  # as chat templates write control tokens
 _LONGEST_TOKEN = 40  # characters in which a control token that begins before a position may end
 
 
@@ -292,6 +293,12 @@ class SpanFinder:
                     "the turn, or give data.chat_template one that writes it at the end alone"
                 )
             return tokens[-1]
+        if foreign := list(dict.fromkeys(_LIKE_TOKEN.findall(text[texts_end:]))):
+            listed = ", ".join(f'"{token}"' for token in dict.fromkeys([*_LIKE_TOKEN.findall(text[:start]), *foreign]))
+            raise BadRow(
+                f"the chat template ends turn {number} with {foreign[0]}, which is no token of this tokenizer; write "
+                f"model.add_special_tokens: [{listed}], or give data.chat_template one for this model"
+            )
         raise BadRow(
             "the chat template writes no end-of-turn token after the assistant's text, so the model would not "
             f"learn to stop (turn {number}); give data.chat_template one that does, for example {{{{ eos_token }}}}"

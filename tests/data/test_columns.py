@@ -355,6 +355,26 @@ def test_a_call_whose_arguments_are_not_clear_is_refused(call: dict[str, Any], s
     assert said in answer
 
 
+ASKS, RESULT = calling(CALLS["openai"])["messages"][1], {"role": "tool", "content": "dry"}
+OTHER = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("turns", "tools", "said"),
+    [
+        ([ASKED, ASKS, RESULT, ANSWERED], [CALLS["openai"]["function"]], []),
+        ([ASKED, ASKS], None, ["rows with calls and no tools: 1"]),
+        ([ASKED, ASKS, RESULT, ANSWERED], [OTHER], ["rows with a call of a tool that they do not declare: 1"]),
+        ([ASKED, RESULT, ANSWERED], [OTHER], ["rows with a tool's result that answers no call: 1"]),
+        ([ASKED, ASKS, ANSWERED], [CALLS["openai"]["function"]], ["rows with a call that gets no result: 1"]),
+    ],
+)
+def test_calls_results_and_tools_that_do_not_belong_together_are_counted(
+    turns: list[Any], tools: Any, said: list[str], tmp_path: Path
+) -> None:
+    assert checked(tmp_path, {"messages": turns, "tools": tools}) == said
+
+
 def test_a_call_without_arguments(tmp_path: Path) -> None:
     (chat,) = read(tmp_path, calling({"id": "c1", "function": {"name": "now"}}))
     assert isinstance(chat, Chat)

@@ -297,6 +297,16 @@ def test_an_answer_follows_the_tokens_of_its_prompt_alone(tail: str) -> None:
     assert tokenizer.decode(document.input_ids[first:]) == "Hi<e>"
 
 
+@pytest.mark.parametrize("turns", [("<|im_start|>", "<|im_end|>"), ("<start_of_turn>", "<end_of_turn>")])
+def test_a_template_with_another_models_tokens_names_them(turns: tuple[str, str]) -> None:
+    begin, end = turns
+    template = f"{{% for m in messages %}}{{{{ '{begin}' + m.role + '\n' + m.content + '{end}\n' }}}}{{% endfor %}}"
+    template += f"{{% if add_generation_prompt %}}{{{{ '{begin}assistant\n' }}}}{{% endif %}}"
+    with pytest.raises(RowError) as caught:
+        encoded(encoder_of("mistral", chat_template=template), {"messages": HELLO})
+    assert f'no token of this tokenizer; write model.add_special_tokens: ["{begin}", "{end}"]' in str(caught.value)
+
+
 # -- templates that write the next answer's header always -----------------------------------------------------------
 
 _TURN = (
