@@ -48,6 +48,7 @@ DELIMITERS = (",", ";", "\t", "|")
 HEAD_OF_TABLE = 256 * 1024  # from which the delimiter is found
 MOST_SCANNED = 512 * 2**20  # a second or two; a larger file is taken for what its first half gigabyte is
 RECORDS = 100
+MOST_ABOVE = 20  # lines above a header
 # Excel's own first line. It names the delimiter and is no row.
 SEPARATOR_LINE = re.compile(r'"?sep=(.|\\t)"?\s*', re.IGNORECASE)
 COLUMN_NAME = re.compile(r"\s*[^\W\d]([\w ./()-]{0,40}[\w)])?\s*")  # of a column
@@ -233,7 +234,12 @@ def header_at(records: Sequence[Sequence[str]]) -> int | None:
     left = max(1, min(begins, default=0))
     full = (place for place, end in enumerate(ends) if end >= usual and all(map(str.strip, records[place][left:end])))
     start = next(full, 0)
-    if not start or usual < 2:
+    # If the first row has a cell where most rows have one, it is the header of a table with an empty column.
+    filled = Counter(
+        tuple(bool(cell.strip()) for cell in record[:end]) for record, end in zip(records, ends, strict=True)
+    )
+    is_usual = ends[:1] != [1] and list(filled)[:1] == [cells for cells, _ in filled.most_common(1)]
+    if not start or start > MOST_ABOVE or usual < 2 or is_usual:
         return 0
     above, header, below = records[:start], records[start][: ends[start]], records[start + 1 :]
     titles = [cells[0].strip() for cells, end in zip(above, ends, strict=False) if end == 1]

@@ -387,7 +387,7 @@ def _named_cells(
             raise BadRow(f"{widths}; name every column in the first row")
         if separator == "\t":
             raise BadRow(f"{widths}; write tabs and line breaks inside texts as spaces")
-        raise BadRow(f"{widths}; put quotes around texts with {delimiters}")
+        raise BadRow(f"{widths}; put quotes around texts with {delimiters}, or name every column in the first line")
     cells = cells[:width]
     if cells[0].startswith("\ufeff") or (width > 1 and cells == names):
         raise BadRow("the header again: two files were joined here; remove this line")

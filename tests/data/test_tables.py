@@ -80,6 +80,13 @@ def test_the_header_is_the_first_full_row(above: list[str], names: str, tmp_path
     assert told["lines of delimiters alone, left out"] == 1 + (";;;" in above)
 
 
+def test_rows_are_no_titles_because_a_column_is_nearly_empty(tmp_path: Path) -> None:
+    rows = [f"Q{n}?,,It is number {n} of the list." for n in range(9)]
+    (file := tmp_path / "a.csv").write_text("\n".join(["question,,answer", *rows, "Why,Ann,So", *rows]))
+    (bad,) = read_rows(file, "csv")
+    assert str(bad.problem).startswith("column 2 of the header has no name, and its first value is 'Ann'")
+
+
 def test_row_numbers_of_a_data_frame_are_a_column(tmp_path: Path) -> None:
     lines = [",question,answer", *(f'{n},{question},"{answer}"' for n, (question, answer) in enumerate(ROWS))]
     (file := tmp_path / "a.csv").write_text("\n".join(lines))
