@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.data.cells import BadRow, cell_of, json_kind, nearest, turns_in
+from finetune.data.cells import BadRow, cell_of, flattened, json_kind, nearest, turns_in
 from finetune.data.readings import PAIR_WORDS, in_quotes, in_yaml, known_columns, labels_in_yaml, profiles, readings
 from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS, KnownFormat, layouts_with, template_fields
 from finetune.recipe.schema import DataSet
@@ -86,7 +86,7 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
     for ours, theirs in entry.columns.items():
         if theirs not in names and all(cell_of(row, theirs) is None for row in rows):
             hint = "name one of them"
-            if near := nearest(theirs, names):
+            if near := nearest(theirs, [*names, *(path for row in rows[:1] for path in flattened(row))]):
                 hint = f"did you mean columns: {in_yaml({ours: near})}?"
             raise BadRow(f"columns: {ours}: the data set has no column {theirs!r}, but {in_quotes(names)}; {hint}")
 

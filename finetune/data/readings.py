@@ -770,11 +770,13 @@ def _renamed_turns(column: Column) -> str:
     if role is None or content is None:
         return ""
     path = "".join(f"[{json.dumps(part)}]" for part in column.name.split("."))
-    turn = f"{{role: .[{json.dumps(role)}], content: .[{json.dumps(content)}]}}"
-    command = f"jq -c '.{path} |= map({turn})' FILE > rows.jsonl"
     speakers = [*dict.fromkeys(str(turn.get(role)) for turn in column.typical if isinstance(turn, dict))]
-    others = [name for name in speakers if name not in (*ROLES, *OTHER_ROLES)]
-    return command + f"; and in the recipe roles: {in_yaml(dict.fromkeys(others, '...'))}" * bool(others)
+    author, who = f".[{json.dumps(role)}]", ""
+    if not {*speakers} <= {*ROLES, *OTHER_ROLES}:
+        roles = dict.fromkeys(speakers, "...") | dict(zip(speakers, ("user", "assistant"), strict=False))
+        author, who = f"{json.dumps(roles, ensure_ascii=False)}[{author}]", " (see who is the user)"
+    turn = f"{{role: {author}, content: .[{json.dumps(content)}]}}"
+    return f"jq -c {shlex.quote(f'.{path} |= map({turn})')} FILE > rows.jsonl{who}"
 
 
 def _unread_turns(column: Column) -> str:

@@ -132,8 +132,11 @@ def test_files_that_are_read(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
-    "turns of other fields": ("a.jsonl", lambda: lines(lambda n: {"x": {"log": [{"sender": "bot", "Text": f"{n}"}]}}),
-        """rename their fields: jq -c '.["x"]["log"] |= map({role: .["sender"], content: .["Text"]})' FILE > rows"""),
+    "turns of other fields": (
+        "a.jsonl",
+        lambda: lines(lambda n: {"x": {"log": [{"sender": who, "Text": f"{who} {n}"} for who in ("Ann", "desk")]}}),
+        """jq -c '.["x"]["log"] |= map({role: {"Ann": "user", "desk": "assistant"}[.["sender"]], content: .["Text"]})'""",
+    ),
     "no header": ("a.csv", lambda: table(None, german), "the first line looks like data"),
     "equal answers": (
         "a.jsonl", lambda: lines(lambda n: {"prompt": str(n), "chosen": f"b {n}", "rejected": f"b {n}"}),
