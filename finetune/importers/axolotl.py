@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from finetune.importers.foreign_config import ForeignConfig, as_count, positive_or_none
@@ -50,6 +51,7 @@ _TEMPLATE_NAMES = {"llama3": "llama3", "chatml": "chatml"}
 # A row's type in axolotl's words -> our layout. There, alpaca is a text with headings, not a chat.
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "chat_template": "messages"}
 _COLUMNS = {"messages": "messages", "conversations": "sharegpt"}
+_NO_LINEAR = re.compile(r"embed|head$|^w[tp]e$|^shared$")  # names of embeddings and of the output layer
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's keys that hold reasoning
 # The end-of-turn tokens in templates that axolotl names. Here the tokenizer's own template replaces them.
 _TURN_ENDS = {
@@ -78,6 +80,7 @@ _KNOWN_ROLES = {"messages": ("user", "assistant", "system", "tool"), "sharegpt":
 
 def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
+    foreign.replace_nulls(bf16=False)
     foreign.carry("model.name_or_path", "base_model")
     foreign.carry("model.revision", "revision_of_model")
     carry_remote_code(foreign)
@@ -107,9 +110,7 @@ def convert(foreign: ForeignConfig) -> None:
 def _preferences(foreign: ForeignConfig, rl: str, objective: Objective) -> None:
     """training.objective with its section. axolotl hands these keys to TRL's trainers."""
     foreign.write("training.objective", objective, "rl")
-    foreign.carry(f"{objective}.beta", "trl.beta", "rl_beta", default=0.1)
-    if foreign.get("dpo_beta") is not None:
-        foreign.leave("dpo_beta", "same", "axolotl does not read it any more; rl_beta is the key")
+    foreign.carry(f"{objective}.beta", "trl.beta", "rl_beta", "dpo_beta", default=0.1)
     match rl:
         case "kto":
             keys = {"wanted": "kto_desirable_weight", "unwanted": "kto_undesirable_weight"}
@@ -145,7 +146,12 @@ def _adapter(foreign: ForeignConfig) -> None:
     all_linear, modules = foreign.get("lora_target_linear"), foreign.get("lora_target_modules")
     if all_linear:
         foreign.write("lora.target_modules", "all-linear", "lora_target_linear")
-        if modules:
+        # axolotl takes both; peft's all-linear has neither embeddings nor the head.
+        others = [name for name in foreign.names("lora_target_modules") if _NO_LINEAR.search(name)]
+        if others:
+            reason = "adapted there beside all linear layers, and not here; all-linear leaves them out"
+            foreign.leave("lora_target_modules", "differs", reason, others)
+        elif modules:
             foreign.leave("lora_target_modules", "same", "lora_target_linear covers them")
     elif modules:
         foreign.write("lora.target_modules", modules, "lora_target_modules")
@@ -191,7 +197,9 @@ def _training(foreign: ForeignConfig) -> None:
     foreign.carry("training.weight_decay", "weight_decay", default=0.0)
     foreign.carry("training.max_grad_norm", "max_grad_norm", default=1.0, change=positive_or_none)
     carry_optimizer(foreign, "optimizer", "adamw_torch_fused")
-    carry_checkpointing(foreign, "gradient_checkpointing", default=False)
+    # hidden_states keeps each layer's input in host memory, and recomputes the rest.
+    recomputes = foreign.peek("activation_offloading") == "hidden_states"
+    carry_checkpointing(foreign, "gradient_checkpointing", default=recomputes)
     foreign.carry("training.seed", "seed", default=42)
     foreign.carry("training.early_stopping_patience", "early_stopping_patience")
     foreign.carry("logging_steps", "logging_steps", change=as_count)
@@ -253,7 +261,7 @@ def _precision(foreign: ForeignConfig) -> None:
         mixed_precision = "bf16"
     if values["bfloat16"]:
         mixed_precision = "bf16"
-    key = next((key for key, value in values.items() if value), "")
+    key = next((key for key, value in values.items() if value), "bf16" if values["bf16"] is False else "")
     foreign.write("training.mixed_precision", mixed_precision, key or "axolotl's default: bf16 where the GPU has it")
     if mixed_precision == "bf16":
         trains_all_weights = "lora" in foreign.carried  # as null
@@ -274,11 +282,13 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
     test_sets = foreign.peek("test_datasets")
     if test_sets is not None and not _is_list_of_sections(test_sets):
         foreign.refuse("test_datasets", "a list of data sets is needed")
-    count = len(foreign.peek(key))
-    foreign.write("data.train", [_entry(foreign, f"{key}.{index}", objective) for index in range(count)], key)
+    entries = [_entry(foreign, f"{key}.{index}", objective) for index in range(len(foreign.peek(key)))]
+    foreign.write("data.train", entries, key)
+    if len(entries) > 1 and foreign.peek("dataset_exact_deduplication"):
+        foreign.leave("dataset_exact_deduplication", "look", "a row is compared with those of its own data set alone")
     if test_sets:
-        entries = [_entry(foreign, f"test_datasets.{index}", objective) for index in range(len(test_sets))]
-        foreign.write("data.eval", entries, "test_datasets")
+        held_out = [_entry(foreign, f"test_datasets.{index}", objective) for index in range(len(test_sets))]
+        foreign.write("data.eval", held_out, "test_datasets")
     foreign.carry("data.max_length", "sequence_len", default=512)
     if objective == "supervised":
         foreign.carry("data.packing", "sample_packing", default=False)
@@ -286,7 +296,18 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
         foreign.leave("sample_packing", "same", "a step's answers are packed, and do not see each other")
     excess = foreign.get("excess_length_strategy")
     origin = "excess_length_strategy" if excess else "axolotl's default"
-    foreign.write("data.truncation", _TRUNCATION.get(str(excess or "drop").lower(), "error"), origin)
+    truncation = _TRUNCATION.get(str(excess or "drop").lower(), "error")
+    formats = {entry.get("format") for entry in entries}
+    if key == "pretraining_dataset":
+        truncation, origin = ("split" if foreign.peek("sample_packing") else "right"), key
+        if truncation == "split":
+            foreign.leave(key, "differs", "pieces of a text overlap by 256 tokens there, and not here", "long texts")
+    elif formats == {"text"}:
+        truncation, origin = "split", "type: completion"
+    elif "text" in formats:
+        reason = f"a long text is cut into pieces there, and by {truncation} here; split takes texts alone"
+        foreign.leave(f"{key}.*.type", "differs", reason, "completion")
+    foreign.write("data.truncation", truncation, origin)
     if objective != "supervised":
         foreign.get("train_on_inputs")  # answers alone are supervised there too
     elif foreign.get("train_on_inputs") is True:
@@ -303,11 +324,21 @@ def _entry(foreign: ForeignConfig, entry_key: str, objective: Objective) -> dict
     for name, usual in _USUAL.items():
         if foreign.peek(f"{entry_key}.{name}") in usual:
             foreign.get(f"{entry_key}.{name}")
-    for name, theirs in foreign.mapping(f"{entry_key}.message_property_mappings").items():
+    mappings = foreign.mapping(f"{entry_key}.message_property_mappings")
+    for name, theirs in mappings.items():
         is_usual = theirs in (name, *_USUAL.get(f"message_property_mappings.{name}", ()))
         if not is_usual and not {name, theirs} <= {*_REASONING}:
             key = f"{entry_key}.message_property_mappings.{name}"
             foreign.leave(key, "differs", "read by its own name alone", theirs)
+    turn_keys = {
+        mappings.get(part) or foreign.peek(f"{entry_key}.message_field_{part}") for part in ("role", "content")
+    }
+    if not any(turn_keys - {None} <= pair for pair in ({"role", "content"}, {"from", "value"})):
+        key = "message_property_mappings" if mappings else "message_field_content"
+        remedy = "a turn is read by role and content, or by from and value; rename its keys in the data"
+        foreign.refuse(f"{entry_key}.{key}", remedy)
+    if foreign.peek(f"{entry_key}.conversation") == foreign.peek("chat_template"):
+        foreign.get(f"{entry_key}.conversation")
     # In a recipe all data sets share one template: the configuration's or the tokenizer's.
     template, shared_template = foreign.get(f"{entry_key}.chat_template"), foreign.peek("chat_template")
     if template not in (None, shared_template or "tokenizer_default"):
@@ -316,9 +347,9 @@ def _entry(foreign: ForeignConfig, entry_key: str, objective: Objective) -> dict
     if foreign.get(f"{entry_key}.chat_template_jinja") not in (None, foreign.peek("chat_template_jinja")):
         reason = "all data sets have one template: data.chat_template"
         foreign.leave(f"{entry_key}.chat_template_jinja", "differs", reason)
-    if foreign.get(f"{entry_key}.path") is None:
+    path, kind, files = (foreign.get(f"{entry_key}.{name}") for name in ("path", "ds_type", "data_files"))
+    if path is None and files is None:
         foreign.refuse(f"{entry_key}.path", "a data set needs a path")
-    kind, files = foreign.get(f"{entry_key}.ds_type"), foreign.get(f"{entry_key}.data_files")
     if foreign.get(f"{entry_key}.trust_remote_code"):
         foreign.leave(f"{entry_key}.trust_remote_code", "look", "code of data sets is never run")
     if objective == "supervised":
@@ -332,15 +363,16 @@ def _entry(foreign: ForeignConfig, entry_key: str, objective: Objective) -> dict
                 if name not in _KNOWN_ROLES.get(layout, ()):
                     renames[str(name)] = role
     return data_set_entry(
-        str(foreign.get(f"{entry_key}.path")),
+        str(path or ""),
         files=files,
         kind=kind,
         name=foreign.get(f"{entry_key}.name"),
-        split=foreign.get(f"{entry_key}.split"),
+        split=foreign.first(f"{entry_key}.split", f"{entry_key}.train_on_split")[1],
         revision=foreign.get(f"{entry_key}.revision"),
         format=layout,
         columns=columns,
         roles=renames,
+        drop=["duplicate"] if foreign.get("dataset_exact_deduplication") else None,
         chat_template_kwargs=foreign.get("chat_template_kwargs"),
     )
 
@@ -420,6 +452,7 @@ def _template(foreign: ForeignConfig, key: str) -> None:
     entry_keys = [f"{key}.{index}" for index in range(len(foreign.peek(key)))]
     kinds = {str(foreign.peek(f"{entry_key}.type")).split(".")[0] for entry_key in entry_keys}
     jinja, name = foreign.get("chat_template_jinja"), foreign.peek("chat_template")
+    conversation = next((f"{k}.conversation" for k in entry_keys if foreign.peek(f"{k}.conversation")), None)
     own = [kind for kind in ("chatml", "llama3") if kind in kinds]
     are_chats = kinds & {"chat_template", "sharegpt"}
     if own and foreign.peek("rl"):  # these strategies write a template's tokens themselves
@@ -444,6 +477,8 @@ def _template(foreign: ForeignConfig, key: str) -> None:
     elif name:
         has_tools = any(foreign.peek(f"{entry_key}.field_tools") for entry_key in entry_keys)
         carry_named_template(foreign, "chat_template", _TEMPLATE_NAMES, tools=has_tools)
+    elif conversation:  # of older versions
+        carry_named_template(foreign, conversation, _TEMPLATE_NAMES)
 
     if "alpaca" in kinds and are_chats:
         reason = "all rows follow one template here, the chats'; for Alpaca's headings train its rows by themselves"

@@ -5,7 +5,7 @@ converter reads gets its reason from its tool's table in recipe/other_tools/.
 
 A table's name is the tool whose configurations have the key (transformers: its TrainingArguments, which other tools
 take over; several: more than one tool; older: former versions only). `*` matches letters, digits and underscores. `.*`
-at the end matches everything below a section. The order of lines means nothing: if several lines match, the one with
+at the end matches a section and everything below. The order of lines means nothing: if several lines match, the one with
 the most characters besides its stars decides.
 """
 
@@ -59,6 +59,14 @@ class ForeignConfig:
         if value in ("", [], {}):
             return None
         return value
+
+    def is_null(self, key: str) -> bool:
+        """Whether a key is given as null, which some tools tell from a key that is not given."""
+        return key in self.values and self.values[key] is None
+
+    def replace_nulls(self, **meanings: Any) -> None:
+        """Replace these keys' nulls by the value that means the same to the tool, whose default is another."""
+        self.values = {**self.values, **{key: value for key, value in meanings.items() if self.is_null(key)}}
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value at a dotted key, which counts as read from now on."""
@@ -203,7 +211,7 @@ def covers_key(known: ForeignKey, key: str) -> bool:
         return known.key == key
     pattern = re.escape(known.key.removesuffix(".*")).replace(r"\*", r"\w*")
     if known.key.endswith(".*"):
-        pattern += r"\..*"
+        pattern += r"(\..*)?"
     return re.fullmatch(pattern, key) is not None
 
 

@@ -51,6 +51,7 @@ _KNOWN_ROLES = {
 def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
     stage = foreign.get("stage", "sft")
+    foreign.replace_nulls(max_grad_norm=0.0)
     foreign.carry("model.name_or_path", "model_name_or_path")
     foreign.carry("model.revision", "model_revision")
     carry_remote_code(foreign)
@@ -200,7 +201,11 @@ def _data(foreign: ForeignConfig, objective: Objective, *, pretraining: bool) ->
         reason = "documents in one row do not see each other here, as with neat_packing"
         foreign.leave("packing", "differs", reason, True)
 
-    foreign.write("data.truncation", "right", "LLaMA-Factory's, which shortens question and answer of a chat in turn")
+    if pretraining and is_packed:
+        foreign.write("data.truncation", "split", "LLaMA-Factory joins texts and cuts them")
+    else:
+        reason = "LLaMA-Factory's, which shortens question and answer of a chat in turn"
+        foreign.write("data.truncation", "right", reason)
     if objective != "supervised":
         foreign.leave_unused("train_on_prompt", "answers alone are supervised")
         foreign.leave_unused("mask_history", "answers alone are supervised")

@@ -299,9 +299,13 @@ def fit_strategy(foreign: ForeignConfig) -> None:
 
 
 def data_set_entry(path: str, *, files: Any = None, kind: str | None = None, **more: Any) -> dict[str, Any]:
-    """One entry of data.train: a local file by its kind, else a data set of the Hub; None and defaults are omitted."""
+    """One entry of data.train: a local file by its kind, else a data set of the Hub; None and defaults are omitted.
+    Files alone need no path."""
     if kind is None and files is None:
         kind = _SUFFIXES.get(PurePosixPath(path).suffix)
+    if not path:
+        name = files[0] if isinstance(files, list) else files
+        path = kind or _SUFFIXES.get(PurePosixPath(str(name)).suffix, "json")
     entry: dict[str, Any] = {"path": path}
     if kind in ("json", "csv", "parquet") and path != kind:
         entry = {"path": kind, "data_files": files or path}
@@ -379,9 +383,6 @@ _TRACKER_VARIABLES = {
     "wandb_run_id": ("wandb", "WANDB_RUN_ID"),
     "run_name": ("wandb", "WANDB_NAME"),
     "mlflow_tracking_uri": ("mlflow", "MLFLOW_TRACKING_URI"),
-    "metric_logger.project": ("wandb", "WANDB_PROJECT"),
-    "metric_logger.entity": ("wandb", "WANDB_ENTITY"),
-    "metric_logger.mode": ("wandb", "WANDB_MODE"),
 }
 
 
