@@ -73,6 +73,7 @@ _USUAL = {
     "split_thinking": (False,),
     "drop_system_message": (False,),
 }
+_TURN_KEYS, _TURN_NAMES = ("property_mappings.", "field_"), ("role", "content", "from", "value")
 _KNOWN_ROLES = {"messages": ("user", "assistant", "system", "tool"), "sharegpt": (
     "human", "user", "gpt", "assistant", "model", "chatgpt", "system", "tool", "observation",
 )}  # fmt: skip
@@ -197,9 +198,9 @@ def _training(foreign: ForeignConfig) -> None:
     foreign.carry("training.weight_decay", "weight_decay", default=0.0)
     foreign.carry("training.max_grad_norm", "max_grad_norm", default=1.0, change=positive_or_none)
     carry_optimizer(foreign, "optimizer", "adamw_torch_fused")
-    # hidden_states keeps each layer's input in host memory, and recomputes the rest.
-    recomputes = foreign.peek("activation_offloading") == "hidden_states"
-    carry_checkpointing(foreign, "gradient_checkpointing", default=recomputes)
+    carry_checkpointing(foreign, "gradient_checkpointing", default=False)
+    if foreign.peek("activation_offloading") == "hidden_states":  # of each layer the input alone, recomputed from there
+        foreign.write("training.activation_checkpointing", True, "activation_offloading")
     foreign.carry("training.seed", "seed", default=42)
     foreign.carry("training.early_stopping_patience", "early_stopping_patience")
     foreign.carry("logging_steps", "logging_steps", change=as_count)
@@ -305,7 +306,7 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
     elif formats == {"text"}:
         truncation, origin = "split", "type: completion"
     elif "text" in formats:
-        reason = f"a long text is cut into pieces there, and by {truncation} here; split takes texts alone"
+        reason = f"a long text is cut into pieces there; here {truncation} holds for all rows"
         foreign.leave(f"{key}.*.type", "differs", reason, "completion")
     foreign.write("data.truncation", truncation, origin)
     if objective != "supervised":
@@ -324,19 +325,17 @@ def _entry(foreign: ForeignConfig, entry_key: str, objective: Objective) -> dict
     for name, usual in _USUAL.items():
         if foreign.peek(f"{entry_key}.{name}") in usual:
             foreign.get(f"{entry_key}.{name}")
-    mappings = foreign.mapping(f"{entry_key}.message_property_mappings")
-    for name, theirs in mappings.items():
+    for name, theirs in foreign.mapping(f"{entry_key}.message_property_mappings").items():
         is_usual = theirs in (name, *_USUAL.get(f"message_property_mappings.{name}", ()))
         if not is_usual and not {name, theirs} <= {*_REASONING}:
             key = f"{entry_key}.message_property_mappings.{name}"
             foreign.leave(key, "differs", "read by its own name alone", theirs)
-    turn_keys = {
-        mappings.get(part) or foreign.peek(f"{entry_key}.message_field_{part}") for part in ("role", "content")
-    }
-    if not any(turn_keys - {None} <= pair for pair in ({"role", "content"}, {"from", "value"})):
-        key = "message_property_mappings" if mappings else "message_field_content"
-        remedy = "a turn is read by role and content, or by from and value; rename its keys in the data"
-        foreign.refuse(f"{entry_key}.{key}", remedy)
+    places = (f"{entry_key}.message_{place}{part}" for place in _TURN_KEYS for part in ("role", "content"))
+    turn_keys = {str(foreign.peek(place)): place for place in places if foreign.peek(place) is not None}
+    has_turns = _FORMATS.get(str(foreign.peek(f"{entry_key}.type")).split(".")[0]) not in ("alpaca", "text")
+    if has_turns and not ({*turn_keys} <= {"role", "content"} or {*turn_keys} <= {"from", "value"}):
+        place = next((turn_keys[name] for name in turn_keys if name not in _TURN_NAMES), [*turn_keys.values()][-1])
+        foreign.refuse(place, "a turn is read by role and content, or by from and value; rename its keys in the data")
     if foreign.peek(f"{entry_key}.conversation") == foreign.peek("chat_template"):
         foreign.get(f"{entry_key}.conversation")
     # In a recipe all data sets share one template: the configuration's or the tokenizer's.

@@ -294,8 +294,12 @@ def _data_set(
         roles = {str(tags[tag]): role for tag, role in _ROLE_OF_TAG.items() if tags.get(tag) is not None}
         more["format"] = layout
         more["roles"] = {name: role for name, role in roles.items() if _KNOWN_ROLES[layout].get(name) != role}
-        if not {tags.get("role_tag"), tags.get("content_tag")} <= {None, "from", "value", "role", "content"}:
-            foreign.leave(place, "differs", "turns are read by from and value, or role and content", dict(tags))
+        turn_keys = (tags.get("role_tag") or "from", tags.get("content_tag") or "value")
+        if turn_keys not in (("from", "value"), ("role", "content")):
+            remedy = "a turn is read by from and value, or by role and content; rename its keys in the data"
+            raise RecipeError(
+                [f"dataset_info.json: {place}: role_tag and content_tag are {shown(turn_keys)}; {remedy}"]
+            )
     if objective != "supervised":
         more["format"], roles = "auto", _KNOWN_ROLES["sharegpt"] | _KNOWN_ROLES["messages"]
         more["roles"] = {name: role for name, role in more.get("roles", {}).items() if roles.get(name) != role}

@@ -1,12 +1,18 @@
 """Other tools' names for a recipe's settings: axolotl, LLaMA-Factory, TRL, transformers' Trainer, torchtune, unsloth.
 
 A foreign key gets an error with our key. If it has no counterpart, the answer says what to use instead.
+
+A table's name is the tool whose configurations have the key (transformers: its TrainingArguments, which other tools
+take over; several: more than one tool; older: former versions only). `*` matches letters, digits and underscores. `.*`
+at the end matches a section and everything below. The order of lines means nothing: if several lines match, the one
+with the most characters besides its stars decides.
 """
 
 from __future__ import annotations
 
 import csv
 import pathlib
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -52,6 +58,28 @@ def foreign_keys() -> tuple[ForeignKey, ...]:
     return tuple(lines)
 
 
+def covers_key(known: ForeignKey, key: str) -> bool:
+    """Whether a dotted key is this one, or one that its stars cover."""
+    if "*" not in known.key:
+        return known.key == key
+    pattern = re.escape(known.key.removesuffix(".*")).replace(r"\*", r"\w*")
+    if known.key.endswith(".*"):
+        pattern += r"(\..*)?"
+    return re.fullmatch(pattern, key) is not None
+
+
+@cache
+def known_keys() -> tuple[ForeignKey, ...]:
+    """The keys that an import leaves out, the most specific ones first."""
+    lines = [line for line in foreign_keys() if line.kind not in ("ours", "instead", "refused")]
+    return tuple(sorted(lines, key=lambda known: -len(known.key.replace("*", ""))))
+
+
+def line_of(key: str) -> ForeignKey | None:
+    """The line that says why an import leaves this key out."""
+    return next((known for known in known_keys() if covers_key(known, key)), None)
+
+
 @cache
 def answers(kind: str, tool: str | None = None) -> dict[str, str]:
     """Key -> text of one kind, of one tool or of all."""
@@ -73,6 +101,7 @@ def key_for(key: str) -> str:
 def owner_of(key: str) -> str:
     """Whose key it is, for a message."""
     is_trainers = key in {**answers("ours", "transformers"), **answers("instead", "transformers")}
+    is_trainers |= (line := line_of(key)) is not None and line.tool == "transformers"
     return "Hugging Face's own name" if is_trainers else "another tool's key"
 
 
@@ -183,7 +212,7 @@ def refuse_other_training(file: pathlib.Path, tool: Tool, values: Mapping[str, A
     """Raise RecipeError if a configuration asks for a kind of training that no recipe offers."""
     if not _OF_TRAINING & {key for key, value in values.items() if value}:
         reason = "it names no data set and no setting of a training; import the file of the training"
-        raise RecipeError([f"{file}: is no training's configuration ({TOOL_TITLES[tool]}): {reason}"])
+        raise RecipeError([f"{file}: is no training's configuration: {reason}"])
     found = other_training(tool, values)
     if found is None:
         return
