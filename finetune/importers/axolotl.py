@@ -20,7 +20,6 @@ from finetune.importers.shared import (
     carry_checkpointing,
     carry_held_out,
     carry_hub,
-    carry_interval,
     carry_named_template,
     carry_optimizer,
     carry_remote_code,
@@ -208,7 +207,7 @@ def _training(foreign: ForeignConfig) -> None:
     # axolotl turns a number an epoch into a share of the run: 4 an epoch over 2 epochs is every 1/8 of the run.
     epochs = foreign.number("num_epochs", 1)
     for recipe_key, an_epoch in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
-        carry_interval(foreign, recipe_key, recipe_key)
+        foreign.carry(recipe_key, recipe_key, change=as_count)
         if foreign.get(an_epoch) == 0:
             continue
         times = foreign.number(an_epoch)
@@ -283,6 +282,10 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
     test_sets = foreign.peek("test_datasets")
     if test_sets is not None and not _is_list_of_sections(test_sets):
         foreign.refuse("test_datasets", "a list of data sets is needed")
+    for name in ("chat_template", "chat_template_jinja"):  # a data set's own wins; if all have it, it is the recipe's
+        first, *others = (foreign.peek(f"{key}.{index}.{name}") for index in range(len(foreign.peek(key))))
+        if first and foreign.peek(name) is None and all(other == first for other in others):
+            foreign.values = {**foreign.values, name: first}
     entries = [_entry(foreign, f"{key}.{index}", objective) for index in range(len(foreign.peek(key)))]
     foreign.write("data.train", entries, key)
     if len(entries) > 1 and foreign.peek("dataset_exact_deduplication"):
@@ -355,7 +358,9 @@ def _entry(foreign: ForeignConfig, entry_key: str, objective: Objective) -> dict
         layout, columns = _layout(foreign, entry_key)
     else:
         layout, columns = "auto", _answer_columns(foreign, entry_key, objective)
-    roles, renames = foreign.get(f"{entry_key}.roles"), {}
+    roles = foreign.get(f"{entry_key}.roles")
+    speakers = {"user": foreign.get(f"{entry_key}.field_human"), "assistant": foreign.get(f"{entry_key}.field_model")}
+    renames = {str(name): role for role, name in speakers.items() if name not in (None, *_KNOWN_ROLES["sharegpt"])}
     if isinstance(roles, dict):  # our role -> its names in the data set: a list, or a single one
         for role, names in roles.items():
             for name in names if isinstance(names, list) else [names]:

@@ -347,11 +347,6 @@ def carry_named_template(foreign: ForeignConfig, key: str, names: Mapping[str, s
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def carry_interval(foreign: ForeignConfig, recipe_key: str, key: str) -> None:
-    """eval_steps or save_steps: a number of steps, or below 1 a share of the run, in the tool as in a recipe."""
-    foreign.carry(recipe_key, key, change=as_count)
-
-
 def carry_best_model(foreign: ForeignConfig) -> None:
     """training.load_best_model_at_end and its metric, here a held-out loss. Call it after data.eval and the steps."""
     metric, wanted = foreign.get("metric_for_best_model"), foreign.get("load_best_model_at_end")

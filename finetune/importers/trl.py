@@ -223,7 +223,7 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
     foreign.write("data.train", entries, "data sets")
     if (foreign.peek("eval_strategy") or foreign.peek("evaluation_strategy") or "no") != "no":
         _held_out(foreign)
-    lengths = ("max_length", "max_seq_length", "model_max_length", "block_size")
+    lengths = ("max_seq_length", "max_length", "model_max_length", "block_size")
     foreign.carry("data.max_length", *lengths, default=TRL_DEFAULTS["max_length"])
     foreign.write("data.truncation", "right", "truncation_mode" if foreign.get("truncation_mode") else "TRL's default")
     if foreign.peek("truncation_mode") == "keep_end":
