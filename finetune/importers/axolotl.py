@@ -82,7 +82,7 @@ def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
     foreign.replace_nulls(bf16=False)
     foreign.carry("model.name_or_path", "base_model")
-    foreign.carry("model.revision", "revision_of_model")
+    foreign.carry("model.revision", "revision_of_model", "model_revision")
     carry_remote_code(foreign)
     leave_end_token(foreign, "special_tokens.eos_token")
     for plugin in foreign.names("plugins"):

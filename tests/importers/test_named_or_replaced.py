@@ -350,6 +350,7 @@ LONG, KIND, ROWS = "data.truncation", "datasets.*.type", "data.train"
     [
         (AXOLOTL_LORA_8B | PAIRS | {"dpo_beta": 0.7}, {"dpo.beta": 0.7}, {"dpo_beta": None}),
         (AXOLOTL_LORA_8B | PAIRS | {"dpo_beta": 0.7, "rl_beta": 0.3}, {"dpo.beta": 0.3}, {"dpo_beta": "look"}),
+        (AXOLOTL_LORA_8B | {"model_revision": "v2"}, {"model.revision": "v2"}, {"model_revision": None}),
         # Texts that the tool cuts into pieces.
         (AXOLOTL_LORA_8B | {"datasets": [BOOK]}, {LONG: "split"}, {KIND: None}),
         (AXOLOTL_LORA_8B | {"datasets": [BOOK, *CHATS["datasets"]]}, {LONG: "drop"}, {KIND: "differs"}),
