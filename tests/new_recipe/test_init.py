@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "turns of other fields": (
         "a.jsonl",
         lambda: lines(lambda n: {"x": {"log": [{"sender": who, "Text": f"{who} {n}"} for who in ("Ann", "desk")]}}),
-        """jq -c '.["x"]["log"] |= map({role: {"Ann": "user", "desk": "assistant"}[.["sender"]], content: .["Text"]})""",
+        """'.["x"]["log"] |= map({role: {"Ann": "user", "desk": "assistant"}[.["sender"]], content: .["Text"]})'""",
     ),
     "no header": ("a.csv", lambda: table(None, german), "the first line looks like data"),
     "equal answers": (

@@ -60,6 +60,7 @@ def test_a_tokenizer_that_is_here_counts_as_training_does(
     actual, plan = prepare(recipe, load_tokenizer(recipe)), notes_before_launch(recipe)
     assert (plan["rows"], plan["tokens"]) == (len(actual.train), actual.facts["tokens"])
     assert not plan["estimated"]
+    assert ("dropped: longer than data.max_length" in " ".join(plan["notes"])) == ("truncation" in data)
     if not data.keys() & {"truncation", "eval"}:  # English has four bytes a token in a real vocabulary, and fewer here
         counts = estimated(recipe_of(tmp_path, "nobody/nothing", chats, **data))
         assert 0.5 < counts.tokens / actual.facts["tokens"] < 1.5
@@ -102,7 +103,13 @@ def test_each_answer_of_a_pair_is_compared_by_itself(tmp_path: Path) -> None:
     assert line.startswith(
         "data.max_length: about 20 of 100 pairs have an answer that with its prompt is longer than 128"
     )
-    assert estimated(load_recipe(path, ["data.truncation=drop"]).recipe).rows == 80
+    dropped = load_recipe(path, ["data.truncation=drop"]).recipe
+    assert estimated(dropped).rows == 80
+    for lengths_known in (False, True):
+        (line,) = (
+            note for note in notes_before_launch(dropped, lengths_known=lengths_known)["notes"] if "20 of" in note
+        )
+        assert line.endswith("; training leaves them out: raise it")
 
 
 def test_rows_that_the_template_refuses_are_estimated(tmp_path: Path, tiny_llama: Path, chats: Path) -> None:
