@@ -470,12 +470,14 @@ def _count_tokens(
     if model == EMBEDDED:
         with suppress(FinetuneError):  # the next command names it
             resolve_model_path(model)  # converts it once, as the next command would
+    prepared = None
     try:
         prepared = prepared_here(probe) if counts.is_whole else None
     except DataError as error:
         unanswered = counts.rows * ("holds no document" in str(error))
         counts = replace(counts, refusal=error.mistakes[0], too_long=unanswered, unanswered=unanswered)
-        prepared = None
+    except FinetuneError:  # a cache that cannot be written, or a damaged tokenizer: the next command says so
+        pass
     if prepared is None:
         tokens = round(counts.rows * (counts.mean_bytes / ASSUMED_TOKEN_BYTES + 12))
         longest = round(counts.longest_bytes / ASSUMED_TOKEN_BYTES + 12)

@@ -676,7 +676,9 @@ def test_a_small_file_is_read_whole_however_slow_the_machine_is(
 
 
 @pytest.mark.parametrize("tools", [0, 2])
-def test_rows_are_counted_as_training_counts_them(tools: int, tmp_path: Path, tiny_llama: Path) -> None:
+def test_rows_are_counted_as_training_counts_them(
+    tools: int, tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The template's own text is longer than the rows, so that bytes alone would find 256 tokens enough."""
     shutil.copytree(tiny_llama, model := tmp_path / "model")
     words = "be kind to the old stone bridge " * 25
@@ -697,3 +699,5 @@ def test_rows_are_counted_as_training_counts_them(tools: int, tmp_path: Path, ti
     assert (made.counts.tokens, made.counts.longest) == (prepared.facts["tokens"], longest)
     assert recipe.data.max_length == min(size for size in ROW_SIZES if size >= longest) > 256
     assert notes_before_launch(recipe, prepared)["steps"] == made.settings.steps
+    monkeypatch.setenv("FINETUNE_CACHE", "/proc/none")  # which cannot be written: by bytes
+    assert propose(str(file), model=str(model), gpus="cpu", output=tmp_path / "b.yaml").counts.longest < longest
