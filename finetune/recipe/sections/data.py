@@ -54,8 +54,8 @@ class DataSet(Section):
     format: RowFormat = Field("auto", description="A row's layout; auto looks at the columns.")
     columns: dict[str, str] = Field(
         {},
-        description="Our column: the data set's. {prompt: question, completion: answer}. Others keep their names; a dot "
-        "leads into an object.",
+        description="Our column: the data set's. {prompt: question, completion: answer}. Others keep their names; a "
+        "dot leads into an object.",
     )
     template: dict[str, str] = Field(
         {},
