@@ -30,6 +30,7 @@ OnServer = Annotated[
 OnServerTuned = Annotated[
     str | None, typer.Option("--model", help="The tuned model's name there; the only one.", show_default=False)
 ]
+ScorerSeconds = Annotated[float, typer.Option(help="Time of your own scorer for one answer.")]
 OnServerBase = Annotated[
     str | None, typer.Option("--base-model", help="The base's name there; none.", show_default=False)
 ]
@@ -207,6 +208,7 @@ def evaluate(
     scorer: Annotated[
         str | None, typer.Option(help="Your own metric: FILE.py:FUNCTION(answer, reference, row).", show_default=False)
     ] = None,
+    scorer_seconds: ScorerSeconds = 10.0,
     data: Annotated[
         Path | None,
         typer.Option(parser=user_path, help="Rows to answer; the held-out ones.", show_default=False),
@@ -249,6 +251,8 @@ def evaluate(
         launch = launch_of_ranks(processes, alone, lambda: recipe_from_resolved(resolved))
         request = finished_run.EvalRequest(
             metrics=finished_run.chosen_metrics(metric or [], scorer),
+            scorer=scorer,
+            scorer_seconds=scorer_seconds,
             file=data,
             limit=limit,
             max_new_tokens=max_new_tokens,
@@ -293,7 +297,7 @@ def sample(
     scorer: Annotated[
         str | None, typer.Option(help="Or your own: FILE.py:FUNCTION(answer, reference, row).", show_default=False)
     ] = None,
-    scorer_seconds: Annotated[float, typer.Option(help="Time for one answer.")] = 10.0,
+    scorer_seconds: ScorerSeconds = 10.0,
     at_least: Annotated[float, typer.Option(help="The score of a right answer.")] = 1.0,
     per_prompt: Annotated[
         int | None,
@@ -343,7 +347,7 @@ def sample(
             found = found.reading(proposal.entry)
         elif columns is not None:
             raise FinetuneError(f"--columns: rows are read as {source} reads them; name its model, or leave it out")
-        metrics = finished_run.chosen_metrics([] if metric is None else [metric], None)
+        metrics = finished_run.chosen_metrics([] if metric is None else [metric])
         options = finished_run.KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts)
         request = finished_run.SampleRequest(
             source=found,

@@ -129,10 +129,6 @@ class SampleRequest:
             (not 0 < options.at_least <= 1, f"--at-least {options.at_least:g}: is a score above 0, up to 1"),
             (not options.near > 0, f"--near {options.near:g}: is a share above 0; above 1 keeps all copies"),
             (
-                not 0 < self.scorer_seconds < math.inf,
-                f"--scorer-seconds {self.scorer_seconds:g}: write seconds above 0",
-            ),
-            (
                 options.keep == "pairs" and self.count == 1,
                 "--keep pairs: needs a right and a wrong answer to a prompt; write --n 8",
             ),

@@ -40,7 +40,7 @@ from finetune.model.generate import (
     round_ends,
 )
 from finetune.recipe.schema import DataSet, Recipe
-from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of, unread, unread_in_words
+from finetune.scoring.metrics import Metric, Scored, Unread, fitting_metrics, scores_of, unread, unread_in_words
 from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.tokens.dataset import Prepared
@@ -69,9 +69,16 @@ class ScoredSet:
     notes: list[str] = field(default_factory=list)
 
     def check(self) -> None:
-        """Score the references against themselves. Raises DataError for those that a metric cannot read."""
+        """Score the references against themselves. Raises DataError for those that a metric cannot read.
+
+        A function of the user's own is refused at the first reference on which it fails: it may hang on each.
+        """
         for metric in self.metrics:
-            scores_of(metric, [item.reference for item in self.items], self.items)
+            parts = [[item] for item in self.items] if metric.function is not None else [self.items]
+            for part in parts:
+                (first, *_) = scores_of(metric, [item.reference for item in part], part)
+                if isinstance(first, Unread) and first.why:
+                    raise DataError([f"{part[0].place}: metric {metric.name}: its reference as an answer: {first.why}"])
 
 
 def held_out_set(
