@@ -22,7 +22,7 @@ from finetune.data.cells import BadRow, checked_text
 from finetune.scoring.function import ROUNDING
 from finetune.scoring.intervals import interval
 from finetune.scoring.metrics import Unread, unread, unread_in_words
-from finetune.scoring.texts import normalized, without_thoughts
+from finetune.scoring.texts import normalized, with_opened_block, without_thoughts
 from finetune.wording import counted
 
 Keep = Literal["right", "pairs", "judged", "all"]
@@ -128,7 +128,7 @@ def _unusable(answer: _Answer, options: KeepOptions) -> str:
 
 def _shown(answer: _Answer, options: KeepOptions) -> str:
     """The answer's text in a row."""
-    return str(answer["text"] if options.thoughts else without_thoughts(answer["text"]))
+    return with_opened_block(answer["text"]) if options.thoughts else without_thoughts(answer["text"])
 
 
 def _question_in(line: Line) -> str:
@@ -152,12 +152,7 @@ def near_copies(text: str, other: str, near: float) -> bool:
 def _row(line: Line, options: KeepOptions, chosen: Sequence[int], label: bool | None = None) -> dict[str, Any]:
     """A training row. In a chat the last answer alone is supervised."""
     question = dict(line["question"])
-    texts = []
-    for index in chosen:
-        text = _shown(line["answers"][index], options)
-        if options.thoughts and "</think>" in text:  # the prompt opened the block
-            text = line.get("opened", "") + text
-        texts.append(text)
+    texts = [_shown(line["answers"][index], options) for index in chosen]
     prompt, by = question.pop("messages", None), {"written_by": line["by"]["model"]}
     if prompt is None:
         values: list[Any] = texts

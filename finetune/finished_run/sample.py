@@ -462,8 +462,6 @@ def _line(
         "by": dict(author),
         "answers": [],
     }
-    if prompts.asked.prompts[index].prompt.rstrip().endswith("<think>"):
-        line["opened"] = "<think>\n"
     for answer in answers:
         tokens = answer.tokens or tokenizer(answer.text, add_special_tokens=False)["input_ids"]
         found = {"text": answer.text, "tokens": len(tokens), "ended": answer.ended}

@@ -20,26 +20,27 @@ _ARTICLE = re.compile(r"(?:\b(?:[Aa]n|AN|[Tt]he|THE|a)|(?:^|(?<=[.!?:\n]\s))A)\b
 # A mark that changes what is meant: a sign, a decimal mark, an operator between digits, C#, 5 %, R&B
 _MEANT = regex.compile(r"(?<![\p{L}\p{N}])-(?=\d)|(?<=\d)[.,/](?=\d)|(?<=\w)#|#(?=\d)|(?<=\d\s?)%|&")
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
+_BLOCKS = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<thoughts>": "</thoughts>",
+    "<reasoning>": "</reasoning>",
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
+    "<|channel>thought": "<channel|>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "◁think▷": "◁/think▷",
+}
 _TAGS = [
     (
-        re.compile(rf"\s*{opening}", re.IGNORECASE),
-        re.compile(rf"(?<![ \t`'\"(]){closing}(?![`'\"])", re.IGNORECASE),
-        re.compile(
-            rf"(?<![`'\"(]){closing}(?![`'\"])", re.IGNORECASE
-        ),  # within a sentence: closes if nothing else does
+        re.compile(rf"\s*{re.escape(opening)}", re.IGNORECASE),
+        re.compile(rf"(?<![ \t`'\"(]){re.escape(closing)}(?![`'\"])", re.IGNORECASE),
+        # within a sentence: closes if nothing else does
+        re.compile(rf"(?<![`'\"(]){re.escape(closing)}(?![`'\"])", re.IGNORECASE),
     )
-    for opening, closing in (
-        ("<think>", "</think>"),
-        ("<thinking>", "</thinking>"),
-        ("<thoughts?>", "</thoughts?>"),
-        ("<reasoning>", "</reasoning>"),
-        (r"\[THINK\]", r"\[/THINK\]"),
-        ("<seed:think>", "</seed:think>"),
-        (r"<\|channel>thought", r"<channel\|>"),
-        (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),
-        (r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),
-        ("◁think▷", "◁/think▷"),
-    )
+    for opening, closing in _BLOCKS.items()
 ]
 _HARMONY = re.compile(r"^\s*(?:<\|start\|>assistant)?(?:<\|channel\|>)?(?:analysis|commentary)(?=<\||[A-Z])", re.DOTALL)
 _FINAL = re.compile(r"(?:assistant(?:<\|channel\|>)?|<\|channel\|>)final(?:<\|message\|>)?")
@@ -65,6 +66,14 @@ def without_thoughts(text: str) -> str:
             elif start is not None:
                 return ""
     return text.strip()
+
+
+def with_opened_block(text: str) -> str:
+    """The answer with its thinking block's opening tag, which may be in the prompt that a row does not have."""
+    ends = [end.start() if (end := closing.search(text)) else len(text) for _, closing, _ in _TAGS]
+    if any(opening.match(text) for opening, _, _ in _TAGS) or min(ends) == len(text):
+        return text
+    return f"{[*_BLOCKS][ends.index(min(ends))]}\n{text}"
 
 
 def normalized(text: str) -> str:

@@ -194,11 +194,23 @@ def test_a_text_that_was_no_text_is_no_row() -> None:
     assert left_out == {"bytes in them that are no text": 1}
 
 
-def test_thoughts_are_kept_or_not() -> None:
-    answer = {"text": "two and two\n</think>\n\nfour", "tokens": 9, "ended": True, "score": 1.0}
-    line = {"row": 0, "question": {"prompt": "2+2?"}, "by": {"model": "m"}, "opened": "<think>\n", "answers": [answer]}
+@pytest.mark.parametrize(
+    ("opening", "text"),
+    [
+        ("<think>\n", "two and two\n</think>\n\nfour"),  # the prompt opened the block, here or on a server
+        ("[THINK]\n", "two and two[/THINK]four"),
+        ("<|channel>thought\n", "two and two<channel|>four"),
+        ("<|START_THINKING|>\n", "say </think>?<|END_THINKING|>four"),
+        ("", "<think>\ntwo and two\n</think>\n\nfour"),
+        ("", "  <Think>a</think><think>b</think>four"),
+        ("", "four"),
+    ],
+)
+def test_thoughts_are_kept_or_not(opening: str, text: str) -> None:
+    answer = {"text": text, "tokens": 9, "ended": True, "score": 1.0}
+    line = {"row": 0, "question": {"prompt": "2+2?"}, "by": {"model": "m"}, "answers": [answer]}
     rows, _ = kept_rows([line], KeepOptions("right"), lambda row, index: 0.0)
-    assert rows[0]["completion"] == "<think>\ntwo and two\n</think>\n\nfour"
+    assert rows[0]["completion"] == opening + text
     rows, _ = kept_rows([line], KeepOptions("right", thoughts=False), lambda row, index: 0.0)
     assert rows[0]["completion"] == "four"
     answer["text"] = "never ends</think>"
