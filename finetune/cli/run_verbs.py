@@ -375,11 +375,8 @@ def sample(
         if launch is not None and not launch.is_main:
             raise typer.Exit
         files = figures["files"]
-        if "rows" in files and found.kind == "model":
-            recipe = folder / "recipe.yaml"
-            proposal = new_recipe.propose(files["rows"], model=source, output=recipe)
-            write_text(recipe, proposal.text)
-            files["recipe"] = str(recipe)
+        if "recipe" in files and found.kind == "model" and not (recipe := Path(files["recipe"])).exists():
+            write_text(recipe, new_recipe.propose(files["rows"], model=source, output=recipe).text)
         if not as_json:
             say("\n".join(finished_run.summary_in_words(figures, kept)))
             say("\n".join(f"{name}: {file}" for name, file in files.items()))

@@ -79,9 +79,7 @@ def test_whatever_it_does_costs_one_answer(file: Path, capsys: pytest.CaptureFix
     assert "\x1b" not in printed
 
 
-def test_eval_counts_answers_on_which_it_fails(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_counts_answers_on_which_it_fails(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is refused if it fails on a reference, before anything is generated."""
     run = sampled_run(tmp_path / "made", save_tiny(tmp_path / "base"))
     asked = ["eval", str(run), "--limit", "2", "--max-new-tokens", "2", "--scorer"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from pathlib import Path
 
 import pytest
 
