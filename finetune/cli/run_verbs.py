@@ -17,7 +17,7 @@ from finetune.errors import FinetuneError
 from finetune.files import check_output, write_text
 from finetune.finished_run import ENGINES
 from finetune.recipe.loader import recipe_from_resolved
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import DataSet, Recipe
 from finetune.run_folder.facts import require_run_folder
 from finetune.run_folder.status import read_status
 
@@ -30,6 +30,7 @@ OnServer = Annotated[
 OnServerTuned = Annotated[
     str | None, typer.Option("--model", help="The tuned model's name there; the only one.", show_default=False)
 ]
+AskedColumns = Annotated[str | None, typer.Option(help="Columns of --data, as for init.", show_default=False)]
 ScorerSeconds = Annotated[float, typer.Option(help="Time of your own scorer for one answer.")]
 OnServerBase = Annotated[
     str | None, typer.Option("--base-model", help="The base's name there; none.", show_default=False)
@@ -51,6 +52,15 @@ def _server(url: str | None, model: str | None, base_model: str | None, run: Pat
     if model or base_model:
         raise FinetuneError("--model, --base-model: are names on a server; name it with --endpoint URL")
     return None
+
+
+def _entry_of(data: Path | None, columns: str | None, model: str, unwritten: Path) -> DataSet | None:
+    """How --columns reads --data; None without it. Raises FinetuneError."""
+    if columns is None:
+        return None
+    if data is None:
+        raise FinetuneError("--columns: says how --data is read; name that too")
+    return new_recipe.propose(str(data), columns=columns, model=model, output=unwritten).entry
 
 
 def launch_of_ranks(processes: int, alone: str | None, recipe: Callable[[], Recipe]) -> Any:
@@ -213,6 +223,7 @@ def evaluate(
         Path | None,
         typer.Option(parser=user_path, help="Rows to answer; the held-out ones.", show_default=False),
     ] = None,
+    columns: AskedColumns = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Length of an answer in tokens; by the references.", show_default=False)
     ] = None,
@@ -254,6 +265,7 @@ def evaluate(
             scorer=scorer,
             scorer_seconds=scorer_seconds,
             file=data,
+            entry=_entry_of(data, columns, recipe_from_resolved(resolved).model.name_or_path, run / "prompts.yaml"),
             limit=limit,
             max_new_tokens=max_new_tokens,
             general=general,
@@ -288,9 +300,7 @@ def sample(
     ] = None,
     count: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt.")] = 8,
     keep: Annotated[str, typer.Option(help="Rows of right answers, pairs, judged answers, or all.")] = "right",
-    columns: Annotated[
-        str | None, typer.Option(help="With a MODEL: your columns, as for init.", show_default=False)
-    ] = None,
+    columns: AskedColumns = None,
     metric: Annotated[
         str | None, typer.Option(help="What is right: exact, number, sql, ...; fits the rows.", show_default=False)
     ] = None,
@@ -342,16 +352,18 @@ def sample(
         chosen: Any = pick
         folder = output or Path("samples", found.name)
         asked_run = found.folder if found.kind == "run" else None
+        entry = None
         if found.kind == "model":  # asked as the recipe that `init` writes would ask it
             proposal = new_recipe.propose(str(data), columns=columns, model=source, output=folder / "prompts.yaml")
             found = found.reading(proposal.entry)
-        elif columns is not None:
-            raise FinetuneError(f"--columns: rows are read as {source} reads them; name its model, or leave it out")
+        else:
+            entry = _entry_of(data, columns, found.loaded.recipe.model.name_or_path, folder / "prompts.yaml")
         metrics = finished_run.chosen_metrics([] if metric is None else [metric])
         options = finished_run.KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts)
         request = finished_run.SampleRequest(
             source=found,
             data=data,
+            entry=entry,
             folder=folder,
             options=options,
             count=count,

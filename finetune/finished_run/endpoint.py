@@ -35,7 +35,7 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import append_lines, read_lines
 from finetune.model.generate import Answer
 from finetune.output_stream import printable
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import DataSet, Recipe
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.tokens.encoder import Encoder, RowError
 from finetune.training.scored_answers import ScoredSet
@@ -348,7 +348,7 @@ def endpoint_answers(
 
 
 def conversations(
-    recipe: Recipe, encoder: Encoder, asked: ScoredSet, file: str | None
+    recipe: Recipe, encoder: Encoder, asked: ScoredSet, file: str | DataSet | None
 ) -> list[tuple[str, Chat | Passage]]:
     """The conversation of each prompt, read from its row again. Raises FinetuneError if a row has changed since.
 

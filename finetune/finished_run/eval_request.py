@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import FinetuneError
 from finetune.recipe.metric_names import read_metric
+from finetune.recipe.schema import DataSet
 from finetune.scoring.metrics import Metric
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class EvalRequest:
     scorer: str | None = None  # FILE.py:FUNCTION, a metric more
     scorer_seconds: float = 10.0  # of one answer
     file: Path | None = None  # answered instead of the held-out rows
+    entry: DataSet | None = None  # how `file` is read; None: as the run's rows
     limit: int | None = None  # rows to answer, and questions of each task
     max_new_tokens: int | None = None  # None: as the references need
     general: bool = False  # the general set too

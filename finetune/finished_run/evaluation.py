@@ -222,7 +222,7 @@ def _measured_there(
         say("base: not asked, so there are no differences; name it with --base-model")
     result: dict[str, Any] = {"endpoint": {"model": endpoint.model, "base_model": endpoint.base_model}}
     rows: list[dict[str, Any]] = []
-    file = str(request.file) if request.file else recipe.eval.generate.file
+    file = request.entry or (str(request.file) if request.file else recipe.eval.generate.file)
     kept = KeptAnswers(run.folder / EVAL_KEPT, endpoint)
     for question in questions:
         asked: list[tuple[str, Chat | Passage]]
@@ -277,7 +277,7 @@ def _questions(
                 recipe,
                 encoder,
                 prepared,
-                file=None if request.file is None else str(request.file),
+                file=None if request.file is None else request.entry or str(request.file),
                 metrics=request.metrics,
                 limit=request.limit,
                 max_new_tokens=request.max_new_tokens,

@@ -39,6 +39,7 @@ from finetune.finished_run.load import (
     best_device,
     finished_run,
     fitting,
+    hide_bars,
     load_run_tokenizer,
 )
 from finetune.finished_run.next_recipe import json_lines, next_recipe
@@ -278,6 +279,7 @@ def _opened(source: SampleSource) -> FinishedRun:
     """The run, or the recipe's or model's base in this machine's number format."""
     if source.kind == "run":
         return finished_run(source.folder)
+    hide_bars()
     return FinishedRun(source.folder, _in_formats(source), trained=False)
 
 
@@ -297,12 +299,14 @@ def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, en
         writer.recipe,
         encoder,
         None,
-        file=str(request.data),
+        file=request.entry or str(request.data),
         metrics=metrics,
         limit=request.limit or MOST_ROWS_OF_FILE,
         max_new_tokens=request.max_new_tokens or section.max_new_tokens,
     )
-    questions = [question for _, question in conversations(writer.recipe, encoder, asked, str(request.data))]
+    questions = [
+        question for _, question in conversations(writer.recipe, encoder, asked, request.entry or str(request.data))
+    ]
     places: dict[Any, str] = {}
     rows = []
     for place, question, reference in _held_out(reads):

@@ -97,6 +97,7 @@ class SampleRequest:
 
     source: SampleSource
     data: Path
+    entry: DataSet | None  # how `data` is read; None: as the source's rows
     folder: Path  # for all files
     options: KeepOptions
     count: int  # answers to each prompt

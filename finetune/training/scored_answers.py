@@ -86,7 +86,7 @@ def held_out_set(
     encoder: Encoder,
     prepared: Prepared | None,
     *,
-    file: str | None = None,
+    file: str | DataSet | None = None,
     metrics: Sequence[Metric] = (),
     limit: int | None = None,
     max_new_tokens: int | None = None,
@@ -104,7 +104,7 @@ def held_out_set(
     reads_rows = not chosen or any(metric.reads_the_row for metric in chosen)
     if file is not None:
         rows, notes = _rows_of_file(recipe.data.train[0], file, encoder, most)
-        name = file
+        name = file if isinstance(file, str) else file.path
     else:
         if prepared is None or not len(prepared.split.held_out):
             raise FinetuneError("data.eval: no row is held out; add data.eval: {fraction: 0.05}, or name a data file")
@@ -169,7 +169,9 @@ def _values_at(places: set[str], entries: Sequence[DataSet]) -> dict[str, dict[s
     return values
 
 
-def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tuple[list[ScoredRow], list[str]]:
+def _rows_of_file(
+    entry: DataSet, file: str | DataSet, encoder: Encoder, most: int
+) -> tuple[list[ScoredRow], list[str]]:
     """The rows of a data file, read as `entry` is. Raises DataError with every mistake.
 
     A question that comes twice is asked twice. If `entry` drops rows with an empty cell, a note counts them.

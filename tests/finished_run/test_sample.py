@@ -687,7 +687,7 @@ def test_a_models_rows_are_asked_as_init_would_train_them(
 def test_columns_that_may_be_read_in_two_ways(
     run: Path, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The remedy that a model's refusal names is an option of this command. A run reads its rows its own way."""
+    """The remedy that a refusal names is an option of this command, with a model and with a run."""
     rows = read_lines(run.parent / "tasks.jsonl")[:2]
     data = tmp_path / "tasks.jsonl"
     data.write_text(
@@ -697,7 +697,10 @@ def test_columns_that_may_be_read_in_two_ways(
     assert main(["sample", str(base), *asked]) == 2
     remedy = ["--columns", "{messages: messages}"]
     assert f"say which: {remedy[0]} '{remedy[1]}'" in " ".join(capsys.readouterr().err.split())
-    assert main(["sample", str(run), *asked, *remedy]) == 2
-    assert "--columns: rows are read as " in capsys.readouterr().err
     assert main(["sample", str(base), *asked, *remedy]) == 0
     assert len(read_lines(tmp_path / "out/answers.jsonl")) == 2
+    asked[3] = str(tmp_path / "by-run")
+    data.write_text("".join(json.dumps({"a": each, "b": "it", **rows[0]}) + "\n" for each in ("yes", "no")), "utf-8")
+    assert main(["sample", str(run), *asked, "--columns", "instruction=a,output=b"]) == 0
+    question = read_lines(tmp_path / "by-run/answers.jsonl")[1]["question"]
+    assert question == {"messages": [{"role": "user", "content": "no"}]}
