@@ -17,8 +17,12 @@ from finetune.scoring.numerals import Unclear, last_number, same_number, unified
 PATTERN_SECONDS = 1.0  # of a regular expression's search through one answer
 LONGEST_GRAM, RECALL_WEIGHT = 6, 2  # of chrF2
 _ARTICLE = re.compile(r"(?:\b(?:[Aa]n|AN|[Tt]he|THE|a)|(?:^|(?<=[.!?:\n]\s))A)\b(?=\s+[^\W_]|\s+[^\w\s]+\w)")
-# A mark that changes what is meant: a sign, a decimal mark, an operator between digits, C#, 5 %, R&B
-_MEANT = regex.compile(r"(?<![\p{L}\p{N}])-(?=\d)|(?<=\d)[.,/](?=\d)|(?<=\w)#|#(?=\d)|(?<=\d\s?)%|&")
+# A mark that changes what is meant: a sign, a decimal mark, an operator between digits, C#, 5 %, R&B, a grade's A-, A*
+_MEANT = regex.compile(
+    r"(?<![\p{L}\p{N}])-(?=\d)|(?<=\d)[.,/](?=\d)|(?<=\w)#|#(?=\d)|(?<=\d\s?)%|&"
+    r"|(?<=(?<![\w*-])(?:\p{L}{1,2}|\p{Lu}{3}))[-*](?![\w*-])"
+)
+_GRADED = regex.compile(r"\+\+|[-+#*](?![\p{L}\p{N}])")  # goes on a name: C++, C#, B+
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 _BLOCKS = {
     "<think>": "</think>",
@@ -126,6 +130,8 @@ def _whole_words(text: str, wanted: str, at: int) -> bool:
     if wanted[0].isdigit() and before and (before[-1] == "-" or (before[-1] in ".,/" and before[0].isdigit())):
         return False
     if wanted[-1].isdigit() and after[:1] and after[0] in ".,/" and after[1:].isdigit():
+        return False
+    if wanted[-1].isalpha() and _GRADED.match(after):
         return False
     # A particle follows a Korean word without a space.
     return not (after and _goes_on(wanted[-1], after[0]) and not regex.match(r"\p{Hangul}", wanted[-1]))

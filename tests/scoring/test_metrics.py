@@ -349,3 +349,24 @@ def test_letters_as_public_reports_have_them(answer: str, letter: str) -> None:
     """A box with a formula, distractors that are named and ruled out, and answers without a choice."""
     items = [Scored(reference, "rows:1") for reference in "ABCDE"]
     assert scores_of(Metric("choice"), [answer] * 5, items) == [float(each == letter) for each in "ABCDE"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "reference", "right", "wrong"),
+    [
+        ("normalized", "A", ["A", "A.", "**A**", "*A*", "- A", "(a)"], ["A-", "A*", "A+", "A−", "a-"]),
+        ("normalized", "BBB-", ["BBB-", "BBB-."], ["BBB", "BBB+"]),
+        ("normalized", "well", ["Well-", "well!"], ["C"]),
+        ("contains", "C", ["C is good", "use C.", "C+SQL", "C/D"], ["C++ is good", "C# is good", "a C- here", "C+"]),
+        ("contains", "C++", ["use C++."], ["use C."]),
+        ("contains", "5", ["5+ years", "5*"], ["15"]),
+        ("number", "15", ["15", "30 minus 15 is 15"], ["minus 15", "Negative 15", "20 minus 15", "x minus 15"]),
+        ("number", "-3", ["minus 3", "is **minus 3**", "= negative $3", "#### minus 3 (of 5)", "fell to\nminus 3"], ["3"]),
+        ("number", "3", ["a negative number: 3"], ["3 Tsd.", "3 tys. zł"]),
+    ],
+)  # fmt: skip
+def test_short_marks_and_words_that_carry_meaning(
+    metric: str, reference: str, right: list[str], wrong: list[str]
+) -> None:
+    items = [Scored(reference, "rows:1")] * (len(right) + len(wrong))
+    assert scores_of(Metric(metric), [*right, *wrong], items) == [1.0] * len(right) + [0.0] * len(wrong)
