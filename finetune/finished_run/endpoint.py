@@ -168,7 +168,7 @@ def reply_of(
     if not isinstance(choice, dict) or text is None:
         raise _no_answer(page, f"the reply has no answer in choices{_reason(reply)}")
     ending, usage = choice.get("finish_reason"), reply.get("usage")
-    if ending in HALF_ANSWERS:
+    if str(ending).lower() in HALF_ANSWERS:
         raise _no_answer(page, f"the server broke the answer off: {ending}")
     if len(text) > LETTERS_PER_TOKEN * (max_new_tokens + 50):
         raise _no_answer(page, f"{len(text):,} letters for at most {max_new_tokens} tokens; it ignores max_tokens")

@@ -453,6 +453,13 @@ def test_only_known_endings_are_whole(ending: str | None, whole: bool, server: O
     assert reply_of(Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=64).ended == whole
 
 
+@pytest.mark.parametrize("ending", ["abort", "error", "content_filter", "CONTENT_FILTER"])
+def test_an_answer_that_the_server_broke_off_is_no_answer(ending: str, server: OpenAI) -> None:
+    server.ending = ending
+    with pytest.raises(module.NoAnswer, match=f"the server broke the answer off: {ending}"):
+        reply_of(Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=64)
+
+
 def test_another_ending_and_a_cut_prompt_are_told(
     run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -362,6 +362,7 @@ def test_letters_as_public_reports_have_them(answer: str, letter: str) -> None:
         ("contains", "5", ["5+ years", "5*"], ["15"]),
         ("number", "15", ["15", "30 minus 15 is 15"], ["minus 15", "Negative 15", "20 minus 15", "x minus 15"]),
         ("number", "-3", ["minus 3", "is **minus 3**", "= negative $3", "#### minus 3 (of 5)", "fell to\nminus 3"], ["3"]),
+        ("number", "42", ["#### 42 (of 50)", "#### $42, not 50", "7\n#### 42 in 5 steps"], ["#### 50 (of 42)"]),
         ("number", "3", ["a negative number: 3"], ["3 Tsd.", "3 tys. zł"]),
     ],
 )  # fmt: skip
