@@ -62,6 +62,14 @@ def test_a_quick_gate_does_not_replace_the_scores_of_all_rows(tmp_path: Path) ->
     assert keeps_earlier(tmp_path, measured(10), 10) == ""
 
 
+@pytest.mark.parametrize(("scores", "shares"), [([[0.2], [0.314]], "base 20%, tuned 31%"), ([[0.5]], "tuned 50%")])
+def test_free_answers_have_a_sentence_for_who_decides(scores: list[list[float]], shares: str) -> None:
+    figures = {"rows": 1, "data": "rows", "max_new_tokens": 8, "cut": {}, "notes": []}
+    said = scores_in_words({**figures, "metrics": {"chrf": compared(*scores)}})
+    assert f"wording in common with your answers ({shares}). It does not count right answers." in said
+    assert "Free answers" not in scores_in_words({**figures, "metrics": {"exact": compared(*scores)}})
+
+
 def test_an_equal_answer_is_not_better() -> None:
     figures = compared([1.0, 0.0, 0.5], [1.0, 0.0, 0.5])
     assert (figures["better"], figures["worse"], figures["equal"]) == (0, 0, 3)

@@ -156,7 +156,9 @@ MORE_BY_HAND = [
 
 
 def test_order_ties_and_kinds_counted_by_hand() -> None:
-    scores = execution_scores([row[0] for row in MORE_BY_HAND], [row[1] for row in MORE_BY_HAND], [NUMBERS] * len(MORE_BY_HAND))
+    scores = execution_scores(
+        [row[0] for row in MORE_BY_HAND], [row[1] for row in MORE_BY_HAND], [NUMBERS] * len(MORE_BY_HAND)
+    )
     assert len(MORE_BY_HAND) == 27
     assert [(answer, score) for (answer, _, _), score in zip(MORE_BY_HAND, scores, strict=True)] == [
         (answer, float(score)) for answer, _, score in MORE_BY_HAND
