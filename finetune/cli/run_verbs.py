@@ -17,7 +17,7 @@ from finetune.errors import FinetuneError
 from finetune.files import check_output, write_text
 from finetune.finished_run import ENGINES
 from finetune.recipe.loader import recipe_from_resolved
-from finetune.recipe.schema import DataSet, Recipe
+from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import require_run_folder
 from finetune.run_folder.status import read_status
 
@@ -52,15 +52,6 @@ def _server(url: str | None, model: str | None, base_model: str | None, run: Pat
     if model or base_model:
         raise FinetuneError("--model, --base-model: are names on a server; name it with --endpoint URL")
     return None
-
-
-def _entry_of(data: Path | None, columns: str | None, model: str, unwritten: Path) -> DataSet | None:
-    """How --columns reads --data; None without it. Raises FinetuneError."""
-    if columns is None:
-        return None
-    if data is None:
-        raise FinetuneError("--columns: says how --data is read; name that too")
-    return new_recipe.propose(str(data), columns=columns, model=model, output=unwritten).entry
 
 
 def launch_of_ranks(processes: int, alone: str | None, recipe: Callable[[], Recipe]) -> Any:
@@ -260,12 +251,17 @@ def evaluate(
         resolved = require_run_folder(run)  # before torch is imported
         alone = "--tasks" if tasks is not None else "--endpoint" if endpoint is not None else None
         launch = launch_of_ranks(processes, alone, lambda: recipe_from_resolved(resolved))
+        entry, base = None, recipe_from_resolved(resolved).model.name_or_path
+        if columns is not None and data is None:
+            raise FinetuneError("--columns: says how --data is read; name that too")
+        if columns is not None:
+            entry = new_recipe.propose(str(data), columns=columns, model=base, output=run / "prompts.yaml").entry
         request = finished_run.EvalRequest(
             metrics=finished_run.chosen_metrics(metric or [], scorer),
             scorer=scorer,
             scorer_seconds=scorer_seconds,
             file=data,
-            entry=_entry_of(data, columns, recipe_from_resolved(resolved).model.name_or_path, run / "prompts.yaml"),
+            entry=entry,
             limit=limit,
             max_new_tokens=max_new_tokens,
             general=general,
@@ -352,12 +348,9 @@ def sample(
         chosen: Any = pick
         folder = output or Path("samples", found.name)
         asked_run = found.folder if found.kind == "run" else None
-        entry = None
-        if found.kind == "model":  # asked as the recipe that `init` writes would ask it
-            proposal = new_recipe.propose(str(data), columns=columns, model=source, output=folder / "prompts.yaml")
-            found = found.reading(proposal.entry)
-        else:
-            entry = _entry_of(data, columns, found.loaded.recipe.model.name_or_path, folder / "prompts.yaml")
+        entry, base = None, found.loaded.recipe.model.name_or_path
+        if found.kind == "model" or columns is not None:  # asked as the recipe that `init` writes would ask it
+            entry = new_recipe.propose(str(data), columns=columns, model=base, output=folder / "prompts.yaml").entry
         metrics = finished_run.chosen_metrics([] if metric is None else [metric])
         options = finished_run.KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts)
         request = finished_run.SampleRequest(

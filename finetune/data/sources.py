@@ -40,7 +40,7 @@ BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "tsv": "csv", "parque
 # The program that unpacks a file that is not read; .gz is read.
 UNPACKED_BY = {".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip", ".7z": "7z x"}
 MOST_FILES = 100_000  # in a folder and below it
-ROWS_LOOKED_AT = 1000  # of a file to answer, for its columns
+ASKED_ROWS_LOOKED_AT = 1000  # of a file to answer, for its columns
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
 _SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5,}")
 # The Hub's words for splits in file names, in its order.
@@ -165,7 +165,7 @@ def asked_entry(entry: DataSet, file: str | DataSet) -> DataSet:
         return file.model_copy(update={"drop": [each for each in file.drop if each != "duplicate"]})
     changed: dict[str, Any] = {"path": file, "name": None, "data_files": None, "split": "train", "revision": "main"}
     asked = entry.model_copy(update={**changed, "drop": [each for each in entry.drop if each != "duplicate"]})
-    rows = [row.values for row in islice(resolve(asked).rows(), ROWS_LOOKED_AT) if row.values is not None]
+    rows = [row.values for row in islice(resolve(asked).rows(), ASKED_ROWS_LOOKED_AT) if row.values is not None]
     try:
         layout_of(asked, rows)
     except BadRow:

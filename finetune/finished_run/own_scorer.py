@@ -67,8 +67,8 @@ class OwnScorer:
         # -P: a json.py in the working folder is not this process's json. -u: prints come at once.
         code = f"import sys; sys.path.append({str(CHECKOUT)!r}); from {__name__} import main; main()"
         command = [sys.executable, "-P", "-u", "-c", code, self._text]
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        self._child = subprocess.Popen(command, **pipes, start_new_session=True)
+        pipe = subprocess.PIPE
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self._printed = threading.Thread(target=_show_printed, args=(self._child.stderr,), daemon=True)
         self._printed.start()
         reply = self._reply(IMPORT_SECONDS)

@@ -532,10 +532,6 @@ def _weights(writer: FinishedRun) -> str:
     return content_of(writer.product) or _digest([(file.name, sha256_of(file)) for file in files])
 
 
-def _holds(file: Path, text: str) -> bool:
-    return file.is_file() and file.read_bytes() == text.encode()
-
-
 def _digest(*things: Any) -> str:
     return hashlib.sha256(repr(things).encode()).hexdigest()[:16]
 
@@ -566,7 +562,12 @@ def _written(
     if rows:
         text, marks = json_lines(rows), itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
         places = ((folder / f"rows{mark}.jsonl", folder / f"recipe{mark}.yaml") for mark in marks)
-        file, recipe = next(pair for pair in places if not os.path.lexists(pair[0]) or _holds(pair[0], text))
+        # The first free place, or the one that holds these rows.
+        file, recipe = next(
+            pair
+            for pair in places
+            if not os.path.lexists(pair[0]) or (pair[0].is_file() and pair[0].read_bytes() == text.encode())
+        )
         write_text(file, text)
         files |= {"rows": str(file), "recipe": str(recipe)}
         if recipe.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -50,12 +50,6 @@ class SampleSource:
         if Path(base).is_dir():
             base = Path(base).resolve().name
         return f"{self.name}, trained from {base}" if self.kind == "run" else base
-
-    def reading(self, entry: DataSet) -> SampleSource:
-        """This source, whose rows are read as `entry` says."""
-        recipe = self.loaded.recipe
-        data = recipe.data.model_copy(update={"train": [entry]})
-        return replace(self, loaded=replace(self.loaded, recipe=recipe.model_copy(update={"data": data})))
 
 
 def source_of(text: str, data: Path) -> SampleSource:

@@ -40,11 +40,10 @@ def load_function(text: str) -> UserFunction:
         spec.loader.exec_module(module)
     except BaseException as error:  # any mistake in the user's file
         raise FinetuneError(f"--scorer {text}: the file fails: {_in_words(error)}") from error
-    function = getattr(module, name, None)
+    function: UserFunction | None = getattr(module, name, None)
     if not callable(function):
         raise FinetuneError(f"--scorer {text}: {path} has no function {name}")
-    user_function: UserFunction = function
-    return user_function
+    return function
 
 
 def call_function(function: UserFunction, answer: str, reference: str, row: Mapping[str, Any]) -> float:

@@ -27,7 +27,11 @@ OwnFunction = Callable[[str, str, Mapping[str, Any]], float]  # of answer, refer
 class Unread(float):
     """The score 0 of an answer that its metric cannot read. Means, intervals and paired tests count the 0."""
 
-    why = ""  # a function of the user's own failed
+    def __init__(self, why: str = "") -> None:
+        self.why = why  # how a function of the user's own failed
+
+    def __new__(cls, why: str = "") -> Unread:
+        return super().__new__(cls)
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def unread_in_words(found: Mapping[str, Any]) -> str:
 def _one(metric: Metric, answered: str, expected: str, item: Scored, shown: Any) -> float | ValueError | None:
     try:
         if metric.function is not None:
-            return _by_function(metric.function, answered, expected, item)
+            return metric.function(answered, expected, item.row)
         match metric.name:
             case "exact":
                 return texts.exact(answered, expected)
@@ -137,17 +141,8 @@ def _one(metric: Metric, answered: str, expected: str, item: Scored, shown: Any)
             case "chrf":
                 return texts.chrf(answered, expected)
     except ValueError as error:
-        return error
+        return Unread(one_line(error)) if metric.function is not None else error
     raise AssertionError(metric.name)
-
-
-def _by_function(function: OwnFunction, answered: str, expected: str, item: Scored) -> float:
-    try:
-        return function(answered, expected, item.row)
-    except ValueError as error:
-        failed = Unread()
-        failed.why = one_line(error)
-        return failed
 
 
 def fitting_metrics(items: Sequence[Scored]) -> list[Metric]:

@@ -24,14 +24,8 @@ _MEANT = regex.compile(
 )
 _GRADED = regex.compile(r"\+\+|[-+#*](?![\p{L}\p{N}])")  # goes on a name: C++, C#, B+
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
-_BLOCKS = {
-    "<think>": "</think>",
-    "<thinking>": "</thinking>",
-    "<thought>": "</thought>",
-    "<thoughts>": "</thoughts>",
-    "<reasoning>": "</reasoning>",
+_BLOCKS = {f"<{word}>": f"</{word}>" for word in "think thinking thought thoughts reasoning seed:think".split()} | {
     "[THINK]": "[/THINK]",
-    "<seed:think>": "</seed:think>",
     "<|channel>thought": "<channel|>",
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|begin_of_thought|>": "<|end_of_thought|>",

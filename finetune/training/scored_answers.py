@@ -74,8 +74,7 @@ class ScoredSet:
         A function of the user's own is refused at the first reference on which it fails: it may hang on each.
         """
         for metric in self.metrics:
-            parts = [[item] for item in self.items] if metric.function is not None else [self.items]
-            for part in parts:
+            for part in [[item] for item in self.items] if metric.function is not None else [self.items]:
                 (first, *_) = scores_of(metric, [item.reference for item in part], part)
                 if isinstance(first, Unread) and first.why:
                     raise DataError([f"{part[0].place}: metric {metric.name}: its reference as an answer: {first.why}"])
