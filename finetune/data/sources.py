@@ -179,12 +179,10 @@ def asked_entry(entry: DataSet, file: str | DataSet) -> DataSet:
             return by_itself.model_copy(update={"columns": columns, "template": template})
         if len(result.found) > 1:
             ways = [reading.in_words() for reading in result.found]
-            raise DataError(
-                [
-                    f"{file}: the columns may be read in {len(ways)} ways: {' or '.join(ways)}; rename them, or say "
-                    f"which: --columns {shlex.quote(ways[0])}"
-                ]
-            ) from None
+            problem = (
+                f"{file}: the columns may be read in {len(ways)} ways: {' or '.join(ways)}; rename them, or say which"
+            )
+            raise DataError([f"{problem}: --columns {shlex.quote(ways[0])}"]) from None
         return asked if entry.columns or entry.template else by_itself
     return asked
 

@@ -145,7 +145,14 @@ def reply_of(
 ) -> Answer:
     """One answer. Raises EnvironmentMismatch in one line; NoAnswer if the next question may have one."""
     path, body = _question_sent(model, asked, max_new_tokens, drawn)
-    reply = _request(endpoint.url + path, body)
+    try:
+        reply = _request(endpoint.url + path, body)
+    except NoAnswer as error:  # OpenAI's newer models, Mistral's API
+        if "max_completion_tokens" in str(error):
+            body["max_completion_tokens"] = body.pop("max_tokens")
+        elif body.pop("seed", None) is None or "seed" not in str(error):
+            raise
+        reply = _request(endpoint.url + path, body)
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     message = choice.get("message") if isinstance(choice, dict) else None
@@ -569,7 +576,7 @@ def _reason(reply: Mapping[str, Any] | None) -> str:
     error = (reply or {}).get("error", reply) or {}
     words = (error.get("message") or error.get("detail")) if isinstance(error, dict) else error
     if isinstance(words, list) and words and isinstance(words[0], dict):
-        words = words[0].get("msg")
+        words = f"{words[0].get('msg')} ({'.'.join(map(str, words[0].get('loc') or ['?']))})"
     return f": {words}" if isinstance(words, str) and words else ""
 
 

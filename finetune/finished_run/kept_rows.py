@@ -115,7 +115,7 @@ def _unusable(answer: _Answer, options: KeepOptions) -> str:
     if answer.get("control"):
         return "control tokens in them"
     text = _shown(answer, options)
-    if not text.strip():
+    if not without_thoughts(text):  # a thought alone, too
         return "empty"
     if "\ufffd" in text:
         return "bytes in them that are no text"
@@ -197,6 +197,7 @@ def sampled_figures(lines: Sequence[Line], options: KeepOptions) -> dict[str, An
         "solved": interval([float(each > 0) for each in right]).as_json(),
         "always": right.count(count),
         "never": right.count(0),
+        "alike": sum(len({each["text"] for each in line["answers"]}) == 1 for line in scored) if count > 1 else 0,
         "lengths": lengths,
         "cut": sum(not each["ended"] for each in answers),
         "unread": unread(
@@ -214,6 +215,8 @@ def summary_in_words(figures: Mapping[str, Any], keep: Keep) -> Iterator[str]:
         for name, each in shares.items():
             yield f"{name:14}{each['mean']:>7.3f}   [{each['low']:.3f}, {each['high']:.3f}]"
         yield f"always right: {counted(figures['always'], 'prompt')}; never right: {figures['never']:,}"
+        if figures["alike"] == figures["prompts"] - figures["failed"]:
+            yield "each prompt's answers are one text, so pass@k is pass@1; does the server obey temperature and seed?"
         if figures["asked_again"]:
             yield f"prompts with the question of an earlier one: {figures['asked_again']:,}; each has its own reference"
     for name, each in figures.get("lengths", {}).items():

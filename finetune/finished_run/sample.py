@@ -262,15 +262,11 @@ def _is_whole(line: Mapping[str, Any], number: int, question: Mapping[str, Any],
     try:
         json.dumps(line, ensure_ascii=False, allow_nan=False).encode()
         answers = line["answers"]
-        whole = [
-            isinstance(answer["text"], str)
-            and type(answer["tokens"]) is int
-            and type(answer["ended"]) is bool
-            and ("problem" in line or 0 <= answer["score"] <= 1)
-            for answer in answers
-        ]
+        kinds = [tuple(type(answer[key]) for key in ("text", "tokens", "ended")) for answer in answers]
+        whole = kinds == [(str, int, bool)] * count
+        whole = whole and ("problem" in line or all(0 <= answer["score"] <= 1 for answer in answers))
         of_prompt = [line["row"], line["question"]] == [number, json.loads(json.dumps(question))]
-        return of_prompt and whole == [True] * count and isinstance(line["by"]["model"] + line["place"], str)
+        return of_prompt and whole and isinstance(line["by"]["model"] + line["place"], str)
     except (ValueError, TypeError, LookupError, RecursionError):
         return False
 

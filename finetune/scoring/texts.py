@@ -31,14 +31,10 @@ _BLOCKS = {f"<{word}>": f"</{word}>" for word in "think thinking thought thought
     "<|begin_of_thought|>": "<|end_of_thought|>",
     "◁think▷": "◁/think▷",
 }
+# A block's start, its end, and its end within a sentence, which closes if nothing else does.
 _TAGS = [
-    (
-        re.compile(rf"\s*{re.escape(opening)}", re.IGNORECASE),
-        re.compile(rf"(?<![ \t`'\"(]){re.escape(closing)}(?![`'\"])", re.IGNORECASE),
-        # within a sentence: closes if nothing else does
-        re.compile(rf"(?<![`'\"(]){re.escape(closing)}(?![`'\"])", re.IGNORECASE),
-    )
-    for opening, closing in _BLOCKS.items()
+    [re.compile(tag, re.IGNORECASE) for tag in (rf"\s*{start}", rf"(?<![ \t`'\"(]){end}", rf"(?<![`'\"(]){end}")]
+    for start, end in ((re.escape(opening), rf"{re.escape(closing)}(?![`'\"])") for opening, closing in _BLOCKS.items())
 ]
 _HARMONY = re.compile(r"^\s*(?:<\|start\|>assistant)?(?:<\|channel\|>)?(?:analysis|commentary)(?=<\||[A-Z])", re.DOTALL)
 _FINAL = re.compile(r"(?:assistant(?:<\|channel\|>)?|<\|channel\|>)final(?:<\|message\|>)?")

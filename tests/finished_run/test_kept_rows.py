@@ -217,6 +217,21 @@ def test_thoughts_are_kept_or_not(opening: str, text: str) -> None:
     assert kept_rows([line], KeepOptions("right", thoughts=False), lambda row, index: 0.0) == ([], {"empty": 1})
 
 
+@pytest.mark.parametrize("keep", ["all", "judged"])
+def test_a_thought_alone_is_no_row(keep: Any) -> None:
+    """A server may end an answer with `stop` though it has only thought."""
+    lines = asked("q", [[("<think>\nhm", 0.0), ("red", 0.0)]])
+    rows, left_out = kept_rows(lines, KeepOptions(keep), lambda row, index: index / 8)
+    assert ([row["completion"] for row in rows], left_out) == (["red"], {"empty": 1})
+
+
+@pytest.mark.parametrize(("texts", "said"), [(["a", "a"], True), (["a", "b"], False), (["a"], False)])
+def test_answers_that_are_all_one_text_are_told(texts: list[str], said: bool) -> None:
+    lines = asked("q", [[(text, 1.0) for text in texts]])
+    figures = {**sampled_figures(lines, KeepOptions("all")), "rows": 1, "left_out": {}}
+    assert any("answers are one text" in line for line in summary_in_words(figures, "all")) is said
+
+
 def test_control_tokens_that_decoding_left_out_are_no_row() -> None:
     answer = {"text": "call", "tokens": 9, "ended": True, "score": 1.0, "control": True}
     line = {"row": 0, "question": {"prompt": "q"}, "by": {"model": "m"}, "answers": [answer]}
