@@ -21,10 +21,7 @@ class EvalRequest:
     """The command line of `finetune eval`."""
 
     metrics: Sequence[Metric] = ()  # empty: the recipe's, or those that fit the references
-    scorer: str | None = None  # FILE.py:FUNCTION, a metric more
-    scorer_seconds: float = 10.0  # of one answer
     file: Path | None = None  # answered instead of the held-out rows
-    entry: DataSet | None = None  # how `file` is read; None: as the run's rows
     limit: int | None = None  # rows to answer, and questions of each task
     max_new_tokens: int | None = None  # None: as the references need
     general: bool = False  # the general set too
@@ -34,6 +31,9 @@ class EvalRequest:
     include: Path | None = None  # a folder with the user's own task files
     chat_template: bool | None = None  # for all tasks, or for none; None: for those that generate
     endpoint: Endpoint | None = None  # a server that answers; no model is loaded
+    scorer: str | None = None  # FILE.py:FUNCTION, a metric more
+    scorer_seconds: float = 10.0  # of one answer
+    entry: DataSet | None = None  # how `file` is read; None: as the run's rows
 
 
 def chosen_metrics(names: Sequence[str], scorer: str | None = None) -> list[Metric]:

@@ -321,7 +321,7 @@ def test_an_unknown_source_is_one_line(
         ("raise KeyError(answer)", "the function raised KeyError"),
         ("while True: pass", "took more than 0.3 s"),
         ("return 'yes'", "the function returned 'yes'"),
-        ("import os; os._exit(0)", "the function raised SystemExit"),
+        ("import os; os._exit(0)", "ended its process (0)"),
         ("import ctypes; ctypes.string_at(0)", "ended its process (SIGSEGV)"),
     ],
 )
@@ -641,12 +641,13 @@ def test_texts_stay_texts(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     rows = [json.dumps({"prompt": f"say {n} ", "completion": f"{n}"}) for n in range(4)]
     file.write_text("\n".join(rows) + "\n", "utf-8")
-    for keep, keys in (("all", {"prompt", "completion"}), ("judged", {"prompt", "completion", "label"})):
+    kept = (("all", "", {"prompt", "completion"}), ("judged", "-2", {"prompt", "completion", "label"}))
+    for keep, mark, keys in kept:
         assert main(words(run, tmp_path / "out", "--data", str(file), "--keep", keep)) == 0
-        found = read_lines(tmp_path / "out/rows.jsonl")
+        found = read_lines(tmp_path / f"out/rows{mark}.jsonl")
         assert len(found) > 12
         assert all({*row} == {*keys, "written_by"} and row["prompt"].startswith("say ") for row in found)
-        recipe = load_recipe(tmp_path / "out/recipe.yaml").recipe
+        recipe = load_recipe(tmp_path / f"out/recipe{mark}.yaml").recipe
         assert prepare(recipe, load_tokenizer(recipe)).facts["documents"] == len(found)
 
 
