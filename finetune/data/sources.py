@@ -157,17 +157,18 @@ def resolve(entry: DataSet) -> Source:
 def asked_entry(entry: DataSet, file: str | DataSet) -> DataSet:
     """A data file to answer as an entry: read as `entry` is, or by its own columns, as `init` does, if it lacks those.
 
-    A question that comes twice is asked twice. An entry in place of the file says itself how it is read.
-
-    Raises DataError for columns that may be read in several ways.
+    A question that comes twice is asked twice. An entry in place of the file says itself how it is read. Raises
+    DataError for columns that may be read in several ways.
     """
     if isinstance(file, DataSet):
         return file.model_copy(update={"drop": [each for each in file.drop if each != "duplicate"]})
     changed: dict[str, Any] = {"path": file, "name": None, "data_files": None, "split": "train", "revision": "main"}
     asked = entry.model_copy(update={**changed, "drop": [each for each in entry.drop if each != "duplicate"]})
-    rows = [row.values for row in islice(resolve(asked).rows(), ASKED_ROWS_LOOKED_AT) if row.values is not None]
     try:
+        rows = [row.values for row in islice(resolve(asked).rows(), ASKED_ROWS_LOOKED_AT) if row.values is not None]
         layout_of(asked, rows)
+    except DataError:  # who reads the rows says so, with other mistakes
+        return asked
     except BadRow:
         by_itself = asked.model_copy(update={"format": "auto", "columns": {}, "template": {}})
         result = readings("auto", rows)

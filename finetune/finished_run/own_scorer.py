@@ -30,7 +30,6 @@ from finetune.paths import CHECKOUT
 from finetune.scoring.function import call_function, load_function
 
 IMPORT_SECONDS = 60.0  # of the user's imports
-PRINTED_PIECE = 4096  # bytes of a printed line that are shown at once
 
 
 class OwnScorer:
@@ -53,7 +52,10 @@ class OwnScorer:
     def score(self, answer: str, reference: str, row: Mapping[str, Any]) -> float:
         """The function's score, from 0 to 1. Raises ValueError in one line for an answer that it does not score."""
         if self._child.poll() is not None:
-            self._start()
+            try:
+                self._start()
+            except FinetuneError as error:  # the file has changed since
+                raise ValueError(str(error)) from None
         assert self._child.stdin is not None
         with suppress(BrokenPipeError):  # the child is lost, and _reply says so
             pickle.dump((answer, reference, dict(row)), self._child.stdin)
@@ -108,7 +110,7 @@ class OwnScorer:
 def _show_printed(pipe: IO[bytes]) -> None:
     """Pass on what the child prints, until it and all that it started have ended."""
     with pipe:
-        while part := pipe.readline(PRINTED_PIECE):
+        while part := pipe.readline(2**12):
             sys.stderr.write(without_controls(part.decode("utf-8", "replace")))
             sys.stderr.flush()
 

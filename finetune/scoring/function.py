@@ -1,7 +1,4 @@
-"""A metric that is a Python function of the user's own, from a path given on the command line.
-
-It is loaded and called in a process of its own (finished_run/own_scorer.py).
-"""
+"""A metric that is a Python function of the user's own: loaded and called in a process of its own (own_scorer.py)."""
 
 from __future__ import annotations
 

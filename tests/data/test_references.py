@@ -164,6 +164,15 @@ def test_a_file_to_answer_is_read_by_its_own_columns_where_it_lacks_the_entrys(
     assert asked_entry(made, asked) == asked
 
 
+def test_a_file_to_answer_that_is_missing_is_told_with_other_mistakes(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"messages": 3}\n', "utf-8")
+    data = Data.model_validate({"train": [{"path": str(tmp_path / "train.jsonl"), **CHATS}]})
+    with pytest.raises(DataError) as caught:
+        check_rows(data, lambda _: None, Generate(metrics=["exact"], file=str(tmp_path / "nowhere.jsonl")))
+    assert "train.jsonl:1: " in str(caught.value)
+    assert "nowhere.jsonl: no such file" in str(caught.value)
+
+
 def test_a_file_to_answer_whose_columns_may_be_read_in_several_ways(tmp_path: Path) -> None:
     file, words = tmp_path / "asked.jsonl", ["cat sat on the mat", "dogs have gone away", "birds fly over the river"]
     rows = [{name: f"the {each} {number}" for name, each in zip("abc", words, strict=True)} for number in range(9)]

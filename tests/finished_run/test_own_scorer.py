@@ -71,6 +71,11 @@ def test_whatever_it_does_costs_one_answer(file: Path, capsys: pytest.CaptureFix
         metric = Metric(own.name, function=own.score)
         scores = scores_of(metric, ["<think>no</think>yes"] * len(items), items)
         assert scores_of(metric, ["yes"], items[:1]) == [1.0]  # its row was a copy
+        file.write_text("raise KeyError\n", "utf-8")  # changed meanwhile, and the child is lost
+        exits = [item for item in items if "_exit" in item.row["code"]]
+        _, changed = (scores_of(metric, ["yes"], exits)[0] for _ in range(2))
+        assert isinstance(changed, Unread)
+        assert "the file fails: KeyError" in changed.why
     for score, said in zip(scores, CODES.values(), strict=True):
         assert (score.why.startswith(said) and len(score.why) <= 300) if isinstance(score, Unread) else said == ""
         assert float(score) == float(said == "")
