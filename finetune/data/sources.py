@@ -60,6 +60,7 @@ class Source:
     files: tuple[Path, ...]
     # Notes about the last reading for the rows' owner, with their counts; 0: a note without a count.
     notes: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
+    hidden: int = field(default=0, compare=False)  # files of the folder whose names begin with a dot
 
     def rows(self) -> Iterator[SourceRow]:
         """Yield the split's rows in file order. An unreadable row is a mistake."""
@@ -68,6 +69,8 @@ class Source:
         split = read_split(self.entry.split)
         total = sum(1 for _ in self._file_rows()) if split.is_sliced and split.needs_total else 0
         self.notes.clear()
+        if self.hidden:
+            self.notes["hidden files (names that begin with a dot), left out"] = self.hidden
         if not split.is_sliced:
             return self._file_rows()
         return islice(self._file_rows(), *split.bounds(total))
@@ -215,10 +218,11 @@ def _resolve(entry: DataSet) -> Source:
         if saved := _saved_files(path, read_split(entry.split).name):
             _check_names(saved)
             return Source(entry, "arrow", tuple(saved))
-        candidates = [file for file in files_below(path) if _kind(file)]
+        below, hidden = files_below(path)
+        candidates = [file for file in below if _kind(file)]
         if not candidates and (texts := _texts_in(path)):
             _check_names(texts)
-            return Source(entry, "text", tuple(texts))
+            return Source(entry, "text", tuple(texts), hidden=hidden)
         if not candidates:
             raise DataError([f"{path}: no data files; put .jsonl, .json, .csv, .parquet, .xlsx or .txt files there"])
         split, splits = read_split(entry.split).name, _splits(candidates, path)
@@ -227,7 +231,7 @@ def _resolve(entry: DataSet) -> Source:
             raise DataError([_no_such_split(path, split, list(splits))])
         kind = _common_kind(files)
         _check_names(files)
-        return Source(entry, kind, tuple(files))
+        return Source(entry, kind, tuple(files), hidden=hidden)
     elif _is_file(path):
         files = [path]
     elif path.suffix.lower() in SUFFIXES or entry.path.startswith((".", "/", "~")) or path.suffix == ".gz":
@@ -240,16 +244,21 @@ def _resolve(entry: DataSet) -> Source:
     if split != "train" and not all(words_of_split & _words(file, file.parent) for file in files):
         known = dict.fromkeys(["train", *(name for file in files for name in _splits([file], file.parent))])
         raise DataError([_no_such_split(files[0], split, list(known))])
-    return Source(entry, builder or _common_kind(files), tuple(files))
+    folders = [Path(each) for each in patterns or () if builder == "text" and _is_folder(Path(each))]
+    hidden = sum(files_below(folder)[1] for folder in folders)
+    return Source(entry, builder or _common_kind(files), tuple(files), hidden=hidden)
 
 
 def _texts_in(folder: Path) -> list[Path]:
     """The text files in a folder and below it, by name."""
-    return [file for file in files_below(folder) if file.suffix.lower() in TEXT_SUFFIXES]
+    return [file for file in files_below(folder)[0] if file.suffix.lower() in TEXT_SUFFIXES]
 
 
-def files_below(folder: Path) -> list[Path]:
-    """The files in a folder and below it, by name. Raises DataError if one of the folders may not be entered."""
+def files_below(folder: Path) -> tuple[list[Path], int]:
+    """The files in a folder and below it, by name, and how many hidden ones are left out: editors' second copies.
+
+    Raises DataError if one of the folders may not be entered.
+    """
 
     def refuse(error: OSError) -> None:
         place = printable(str(error.filename))
@@ -262,7 +271,8 @@ def files_below(folder: Path) -> list[Path]:
         files += [file for name in names if (file := Path(place, name)).is_file()]
         if len(files) > MOST_FILES:
             raise DataError([f"{folder}: has more than {MOST_FILES:,} files; name the data files"])
-    return sorted(files)
+    shown = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    return sorted(shown), sum(bool(_kind(file)) or file.suffix in TEXT_SUFFIXES for file in {*files} - {*shown})
 
 
 def _saved_files(folder: Path, split: str) -> list[Path]:
@@ -405,8 +415,12 @@ def read_split(text: str) -> SplitSlice:
     """Split `train[:1000]` into its parts. Raises DataError."""
     match = _SPLIT.fullmatch(text)
     if match is None:
-        raise DataError([f"data: split: {text!r} is not readable; write train, or train[:1000]"])
-    return SplitSlice(match["name"], match["first"], match["last"])
+        several = "; write each part as a data set of its own" * ("+" in text)
+        raise DataError([f"data: split: {text!r} is not readable; write train, or train[:1000]{several}"])
+    split = SplitSlice(match["name"], match["first"], match["last"])
+    if any(bound and "%" in bound and abs(int(bound.removesuffix("%"))) > 100 for bound in split[1:]):
+        raise DataError([f"data: split: {text!r} has a share above 100 %; write train[:100%], or rows: train[:1000]"])
+    return split
 
 
 def _no_such_split(place: Path, name: str, splits: list[str]) -> str:

@@ -259,7 +259,9 @@ def fitted_units(
         if len(fitted) == 2 and all(fitted) and are_alike([pieces[0] for pieces in fitted]):
             counts["identical_cut"] += 1
             continue
+        longest = max(counts["longest_unanswered"], found.pop("longest_unanswered", 0))
         counts.update(found)
+        counts["longest_unanswered"] = longest
         # Each piece of a text is a document. A pair keeps both answers, or is left out.
         yield from ((unit, [*pieces]) for pieces in zip(*fitted, strict=False))
 
@@ -279,15 +281,20 @@ def nothing_left(key: str, counts: Sequence[Mapping[str, Any]], max_length: int)
     """The refusal if these data sets have no document left, with the reasons in their counts."""
     names = ("identical", "identical_cut", "dropped")
     equal, cut, dropped = (sum(int(each.get(name, 0)) for each in counts) for name in names)
-    reasons, remedy = [], "check data.max_length and data.truncation"
+    longest = max((int(each.get("longest_unanswered", 0)) for each in counts), default=0)
+    unanswered = sum(int(each.get("unanswered", 0)) for each in counts)
+    reasons, remedy = list[str](), "check data.max_length and data.truncation"
     if equal:
         remedy = "name pairs whose answers differ as the chat template writes them"
         reasons.append(f"{counted(equal, 'pair')} with two equal answers")
     if cut:
         remedy = "raise data.max_length"
         reasons.append(f"{counted(cut, 'pair')} whose answers differ only beyond data.max_length ({max_length:,})")
-    if reasons and dropped:
-        reasons.append(f"{counted(dropped, 'document')} longer than that, or without a supervised token")
+    if dropped:
+        if longest and not reasons:  # an older cache has none
+            remedy = f"data.max_length: {longest} keeps all"
+        which = "whose question alone is longer than" if unanswered else "longer than"
+        reasons.append(f"{counted(dropped, 'document')} {which} data.max_length ({max_length:,})")
     return f"{key}: holds no document{': ' if reasons else ''}{', '.join(reasons)}; {remedy}"
 
 
@@ -318,9 +325,9 @@ def fit(
         counts["tokens_cut"] += length - limit
         return [truncated]
     counts["dropped"] += 1
+    counts["longest_unanswered"] = max(counts["longest_unanswered"], length)
     if data.truncation == "right":  # cut before the first supervised token
         counts["unanswered"] += 1
-        counts["longest_unanswered"] = max(counts["longest_unanswered"], length)
     return []
 
 

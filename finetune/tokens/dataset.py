@@ -23,7 +23,7 @@ from finetune.tokens.cache import (
     stored_documents,
 )
 from finetune.tokens.conversation import Conversation
-from finetune.tokens.encoder import OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt, answer_of
+from finetune.tokens.encoder import IGNORE, OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt, answer_of
 from finetune.tokens.mixture import DocumentPool, Rows, Split, split_documents
 from finetune.wording import counted, percent
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MUCH = 0.1  # from this share of cut tokens on, the note names a remedy
 SCANNED = 2**20  # tokens that are searched at a time
+MOST_COMPARED = 100_000  # documents whose questions are compared, in about a second
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,12 @@ class Prepared:
             ("identical", "pair", "left out: the chosen answer is the rejected one"),
             ("identical_cut", "pair", "left out: the answers differ only beyond data.max_length; raise it"),
             ("eval_duplicates_left_out", "held-out document", "left out: identical ones are trained on"),
+            (
+                "eval_questions_trained_on",
+                "held-out document",
+                "with a question that is trained on too; their loss says little about new questions: name "
+                "rows of other questions in data.eval",
+            ),
             (
                 "control_token_texts",
                 "text",
@@ -170,6 +177,8 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     _check_metric(recipe, held_out, eval_sets)
 
     facts = _facts(pool, split, train, held_out, capacity)
+    if isinstance(data.eval, EvalFraction) and len(pool.lengths) <= MOST_COMPARED:
+        facts["eval_questions_trained_on"] = _questions_in_both(pool, split)
     if recipe.model.new_tokens:
         facts["new_tokens_unused"] = _unused_tokens(recipe.model.new_tokens, tokenizer, stores)
     ends = (stop for store in stores for stop in store.facts["stops"])
@@ -189,6 +198,18 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
         pool=pool,
         split=split,
     )
+
+
+def _questions_in_both(pool: DocumentPool, split: Split) -> int:
+    """Held-out documents whose tokens before the first answer begin a training document too. Texts have none."""
+
+    def question(index: int) -> bytes:
+        ids, labels = pool.document(index)
+        asked = int(np.argmax(labels != IGNORE))
+        return ids[:asked].tobytes() if asked > 1 else b""
+
+    trained = {question(index) for index in np.unique(split.train).tolist()} - {b""}
+    return sum(question(index) in trained for index in split.held_out.tolist())
 
 
 def _answer(document: tuple[np.ndarray, np.ndarray]) -> list[int]:
@@ -315,5 +336,3 @@ class RowCounts:
     estimated_by: str = ""  # empty if they were counted
     # Rows with a document beyond max_length, all rows, the longest document. A pair has two documents.
     too_long: tuple[int, int, int] | None = None
-    beyond: float = 0.0  # share of all tokens that a cut at max_length takes
-    unanswered: int = 0  # rows with a question that alone is longer than max_length: a cut leaves no answer
