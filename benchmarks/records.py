@@ -1,0 +1,132 @@
+"""Whether the records of benchmarks/results/ are of the code as it is: the table in docs/measured.md.
+
+    python benchmarks/records.py        writes the table; tests/benchmarks/test_records.py holds it
+
+A record names its commit, and a digest of the files that its figures depend on. It has changed if these files have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "measured.md"
+HEAD = "| record | commit | date | machine | files changed since |\n|---|---|---|---|---|\n"
+STAMP = ("date", "commit", "commit_from", "files_sha256", "device", "versions")  # what is not a figure of a record
+
+STEP = ("finetune/training", "finetune/architecture", "finetune/model")  # what one step computes
+RUN = (*STEP, "finetune/strategies", "finetune/run_folder")
+PLAN = ("finetune/planner", "finetune/closed_form")
+# Record -> files and folders that decide its figures, beside benchmarks/NAME.py. A row of one recipe names that itself.
+DEPENDS = {
+    "checker": (*STEP, "finetune/finished_run", "finetune/scoring"),
+    "closed_form": PLAN,
+    "families": ("finetune/architecture", "finetune/model", "finetune/probe"),
+    "float8": (*STEP, "recipes/quickstart.yaml"),
+    "gpu": (*STEP, *PLAN, "benchmarks/gpu_checks.py", "benchmarks/gpu_proofs.py", "benchmarks/gpu_recipes.py"),
+    "gpu_h100": (*STEP, *PLAN, "benchmarks/gpu.py", "benchmarks/gpu_checks.py", "benchmarks/gpu_recipes.py"),
+    "one_curve": (*STEP, "finetune/strategies", "finetune/tokens"),
+    "parity": (*STEP, "finetune/tokens", "benchmarks/parity_peer.py"),
+    "plan_recipes": (*PLAN, "finetune/probe"),
+    "public_memory": PLAN,
+    "quickstart": (*STEP, "finetune/train.py", "finetune/launch", "finetune/tokens", "recipes/quickstart.yaml"),
+    "rehearse": (*RUN, "finetune/preflight", "benchmarks/rehearse_all.py"),
+    "resume": RUN,
+    "skills": (*STEP, "finetune/scoring", "finetune/finished_run", "data/skills", "benchmarks/skills"),
+    "soak": RUN,
+    "soak_storage": ("finetune/storage", "finetune/run_folder"),
+    "start": ("finetune/cli", "finetune/recipe"),
+    "storage_overhead": ("finetune/storage", "finetune/run_folder"),
+    "throughput": (*STEP, "finetune/tokens", "recipes/quickstart.yaml"),
+    "tokenise": ("finetune/data", "finetune/tokens"),
+    "train_recipes": RUN,
+}
+
+
+def depended_files(name: str) -> list[str]:
+    """The files and folders that decide a record's figures, its own script first where there is one of its name."""
+    script = f"benchmarks/{name}.py"
+    return [*([script] if (ROOT / script).is_file() else []), *DEPENDS[name]]
+
+
+def digest(blobs: dict[str, str]) -> str:
+    """Of files by path, each with git's hash of its content."""
+    lines = "".join(f"{path} {blob}\n" for path, blob in sorted(blobs.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def digest_now(name: str) -> str:
+    """Of the files as they are in this folder. Needs no git."""
+    blobs = {}
+    for start in depended_files(name):
+        found = [ROOT / start] if (ROOT / start).is_file() else sorted((ROOT / start).rglob("*"))
+        for file in found:
+            if file.is_file() and "__pycache__" not in file.parts:
+                content = file.read_bytes()
+                blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
+                blobs[file.relative_to(ROOT).as_posix()] = blob.hexdigest()
+    return digest(blobs)
+
+
+def digest_at(name: str, commit: str) -> str:
+    """Of the files as they were in a commit."""
+    listed = git("ls-tree", "-r", commit, "--", *depended_files(name)).splitlines()
+    return digest({path: facts.split()[2] for facts, _, path in (line.partition("\t") for line in listed)})
+
+
+def git(*words: str) -> str:
+    """What git answers in this folder. Raises CalledProcessError, or FileNotFoundError without git."""
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def stamp(name: str) -> dict[str, Any]:
+    """The commit, where this folder is a checkout, and the digest of the files, for a new record."""
+    try:
+        commit, own = git("rev-parse", "--short=8", "HEAD"), git("status", "--porcelain", "--", *depended_files(name))
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        commit, own = "not recorded", ""
+    return {"commit": f"{commit} and changes" if own else commit, "files_sha256": digest_now(name)}
+
+
+def record(name: str) -> dict[str, Any]:
+    """A record as it was written."""
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    return content
+
+
+def has_changed(name: str) -> bool:
+    """Whether a file that decides the record's figures has changed since."""
+    return bool(record(name)["files_sha256"] != digest_now(name))
+
+
+def table() -> str:
+    """The table in docs/measured.md."""
+    lines = []
+    for name in sorted(file.stem for file in RESULTS.glob("*.json")):
+        content = record(name)
+        changed = "yes" if has_changed(name) else "no"
+        facts = content["commit"], content["date"][:10], content.get("device") or "not recorded"
+        lines.append(f"| `{name}` | {' | '.join(facts)} | {changed} |\n")
+    return HEAD + "".join(lines)
+
+
+def on_page(text: str) -> str:
+    """The table as it stands in the page's text."""
+    begin = text.index(HEAD)
+    return text[begin : text.index("\n\n", begin) + 1]
+
+
+def main() -> int:
+    text = PAGE.read_text("utf-8")
+    PAGE.write_text(text.replace(on_page(text), table()), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
