@@ -22,37 +22,31 @@ STAMP = ("date", "commit", "commit_from", "files_sha256", "device", "versions") 
 
 STEP = ("finetune/training", "finetune/architecture", "finetune/model")  # what one step computes
 RUN = (*STEP, "finetune/strategies", "finetune/run_folder")
-PLAN = ("finetune/planner", "finetune/closed_form")
-# Record -> files and folders that decide its figures, beside benchmarks/NAME.py. A row of one recipe names that itself.
+PLAN = ("finetune/planner/trace", "finetune/planner/depth", "finetune/planner/plan_recipe.py", "finetune/closed_form")
+# Record -> files and folders that decide its figures. A row of one recipe names that itself.
 DEPENDS = {
-    "checker": (*STEP, "finetune/finished_run", "finetune/scoring"),
-    "closed_form": PLAN,
-    "families": ("finetune/architecture", "finetune/model", "finetune/probe"),
-    "float8": (*STEP, "recipes/quickstart.yaml"),
+    "checker": (*STEP, "finetune/finished_run", "finetune/scoring", "benchmarks/checker.py"),
+    "closed_form": (*PLAN, "benchmarks/closed_form.py"),
+    "families": ("finetune/architecture", "finetune/model", "finetune/probe", "benchmarks/families.py"),
+    "float8": (*STEP, "recipes/quickstart.yaml", "benchmarks/float8.py"),
     "gpu": (*STEP, *PLAN, "benchmarks/gpu_checks.py", "benchmarks/gpu_proofs.py", "benchmarks/gpu_recipes.py"),
-    "gpu_h100": (*STEP, *PLAN, "benchmarks/gpu.py", "benchmarks/gpu_checks.py", "benchmarks/gpu_recipes.py"),
-    "one_curve": (*STEP, "finetune/strategies", "finetune/tokens"),
-    "parity": (*STEP, "finetune/tokens", "benchmarks/parity_peer.py"),
+    "gpu_h100": (*STEP, *PLAN, "benchmarks/gpu_checks.py", "benchmarks/gpu_recipes.py"),
+    "one_curve": (*STEP, "finetune/strategies", "finetune/tokens", "benchmarks/one_curve.py"),
+    "parity": (*STEP, "finetune/tokens", "benchmarks/parity.py", "benchmarks/parity_peer.py"),
     "plan_recipes": (*PLAN, "finetune/probe"),
-    "public_memory": PLAN,
+    "public_memory": (*PLAN, "benchmarks/public_memory.py"),
     "quickstart": (*STEP, "finetune/train.py", "finetune/launch", "finetune/tokens", "recipes/quickstart.yaml"),
     "rehearse": (*RUN, "finetune/preflight", "benchmarks/rehearse_all.py"),
-    "resume": RUN,
+    "resume": (*RUN, "benchmarks/resume.py"),
     "skills": (*STEP, "finetune/scoring", "finetune/finished_run", "data/skills", "benchmarks/skills"),
-    "soak": RUN,
-    "soak_storage": ("finetune/storage", "finetune/run_folder"),
-    "start": ("finetune/cli", "finetune/recipe"),
-    "storage_overhead": ("finetune/storage", "finetune/run_folder"),
-    "throughput": (*STEP, "finetune/tokens", "recipes/quickstart.yaml"),
+    "soak": (*RUN, "benchmarks/soak.py"),
+    "soak_storage": ("finetune/storage", "finetune/run_folder", "benchmarks/soak_storage.py"),
+    "start": ("finetune/cli", "finetune/recipe", "finetune/train.py"),
+    "storage_overhead": ("finetune/storage", "finetune/run_folder", "benchmarks/storage_overhead.py"),
+    "throughput": (*STEP, "finetune/tokens", "recipes/quickstart.yaml", "benchmarks/throughput.py"),
     "tokenise": ("finetune/data", "finetune/tokens"),
-    "train_recipes": RUN,
+    "train_recipes": (*RUN, "benchmarks/train_recipes.py"),
 }
-
-
-def depended_files(name: str) -> list[str]:
-    """The files and folders that decide a record's figures, its own script first where there is one of its name."""
-    script = f"benchmarks/{name}.py"
-    return [*([script] if (ROOT / script).is_file() else []), *DEPENDS[name]]
 
 
 def digest(blobs: dict[str, str]) -> str:
@@ -64,7 +58,7 @@ def digest(blobs: dict[str, str]) -> str:
 def digest_now(name: str) -> str:
     """Of the files as they are in this folder. Needs no git."""
     blobs = {}
-    for start in depended_files(name):
+    for start in DEPENDS[name]:
         found = [ROOT / start] if (ROOT / start).is_file() else sorted((ROOT / start).rglob("*"))
         for file in found:
             if file.is_file() and "__pycache__" not in file.parts:
@@ -76,7 +70,7 @@ def digest_now(name: str) -> str:
 
 def digest_at(name: str, commit: str) -> str:
     """Of the files as they were in a commit."""
-    listed = git("ls-tree", "-r", commit, "--", *depended_files(name)).splitlines()
+    listed = git("ls-tree", "-r", commit, "--", *DEPENDS[name]).splitlines()
     return digest({path: facts.split()[2] for facts, _, path in (line.partition("\t") for line in listed)})
 
 
@@ -88,7 +82,7 @@ def git(*words: str) -> str:
 def stamp(name: str) -> dict[str, Any]:
     """The commit, where this folder is a checkout, and the digest of the files, for a new record."""
     try:
-        commit, own = git("rev-parse", "--short=8", "HEAD"), git("status", "--porcelain", "--", *depended_files(name))
+        commit, own = git("rev-parse", "--short=8", "HEAD"), git("status", "--porcelain", "--", *DEPENDS[name])
     except (subprocess.CalledProcessError, FileNotFoundError):
         commit, own = "not recorded", ""
     return {"commit": f"{commit} and changes" if own else commit, "files_sha256": digest_now(name)}

@@ -6,8 +6,8 @@
     python benchmarks/skills.py --forgetting    what dates leave of general answers, by rank, rate and other rows
     python benchmarks/skills.py --page          write docs/results.md from benchmarks/results/skills.json alone
 
-Rows of three skills come from data/skills; the fourth is the quickstart, longer. Two preferences follow: `shorter` and `polite`
-go on from one supervised run, `answers`. The page names each training's command.
+Rows of three skills come from data/skills; the fourth is the quickstart, longer. Two preferences follow: `shorter` and
+`polite` go on from one supervised run, `answers`. The page names each training's command.
 """
 
 from __future__ import annotations
