@@ -20,9 +20,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from checker import sections as checker_sections
-from common import RESULTS, write_result
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.checker import sections as checker_sections
+from benchmarks.common import RESULTS, write_result
 from data.skills.answers import is_polite
 from finetune.report.pictures import new_figure
 from finetune.scoring.intervals import interval, paired_interval

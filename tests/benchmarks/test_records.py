@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import records
+from benchmarks import records, skills
 
 NAMES = sorted(file.stem for file in records.RESULTS.glob("*.json"))
 
@@ -95,6 +96,10 @@ FIGURES = [
     ("docs/measured.md", r"(\d+) kills under", "soak/totals/kills", 1),
     ("docs/measured.md", r"(\d+) before the last step", "soak/totals/before_the_last_step", 1),
     ("docs/measured.md", r"(\d+) within a save", "soak/totals/in_a_save", 1),
+    ("docs/measured.md", r"median (\d+) s of wall time", "rehearse/recipes/*/seconds/median", 1),
+    ("docs/measured.md", r"the longest (\d+) s", "rehearse/recipes/*/seconds/max", 1),
+    ("docs/what_to_run.md", r"median (\d+) s \(", "rehearse/recipes/*/seconds/median", 1),
+    ("docs/what_to_run.md", r"26 to (\d+) \| no", "rehearse/recipes/*/seconds/max", 1),
     ("docs/measured.md", r"tokens ([\d,]+) tokens/s, peak", f"gpu/steps/{LORA_8B}/tokens_per_second", 1),
     ("docs/measured.md", r"peak ([\d.]+) GiB as planned", f"gpu/steps/{LORA_8B}/peak_memory_gib", 1),
     ("docs/measured.md", r"planned at ([\d.]+) GiB", f"gpu/steps/{LORA_1B}/phases/forward/planned_bytes", GIB),
@@ -107,6 +112,8 @@ FIGURES = [
     ("docs/planner.md", r"Half of the (\d+) points", "closed_form/count", 1),
     ("docs/planner.md", r"the worst by ([\d.]+) %", "closed_form/worst", 100),
     ("docs/planner.md", r"less than ([\d.]+) % of the", "closed_form/median", 100),
+    ("docs/planner.md", r"A trace took (\d+) seconds", "closed_form/points/*/trace_seconds/median", 1),
+    ("docs/planner.md", r"\n  form ([\d.]+) ms\.", "closed_form/points/*/closed_milliseconds/median", 1),
     ("docs/planner.md", r"median error ([\d.]+) %", "public_memory/reserved_error/median", 1),
     ("docs/planner.md", r"\((\d+) are traced\)", "public_memory/reserved_error/points", 1),
     ("docs/planner.md", r"\*Allocated\*: ([\d.]+) %", "public_memory/mean_allocated_error/median", 1),
@@ -119,10 +126,13 @@ MEASURED = re.compile(r"\d[\d.,]* (?:GiB|tokens/s|times|steps|minutes|hours|kill
 
 
 def figure(path: str) -> float:
-    """A record's value: its name and keys, and numbers of rows, with slashes between."""
+    """A record's value: its name and keys, with slashes between. `*/seconds/max` is the largest of all rows."""
     name, *keys = path.split("/")
     value: Any = records.record(name)
-    for key in keys:
+    while keys:
+        key = keys.pop(0)
+        if key == "*":
+            return float({"max": max, "median": statistics.median}[keys[1]](row[keys[0]] for row in value.values()))
         value = value[int(key)] if isinstance(value, list) else value[key]
     return float(value)
 
@@ -153,6 +163,11 @@ def test_each_measured_figure_of_readme_has_a_record_of_this_code_or_of_a_gpu() 
         line = next(line for line in text.splitlines() if match[0].strip("\n") in line)
         date = datetime.date.fromisoformat(records.record(name)["date"][:10])
         assert f"kit of {date.day} {date:%B}" in line
+
+
+def test_the_page_of_results_is_what_its_records_say() -> None:
+    """Else: python benchmarks/skills.py --page"""
+    assert skills.PAGE.read_text("utf-8") == skills.page(records.record("skills"))
 
 
 def test_readme_marks_the_recipes_that_a_gpu_has_run() -> None:

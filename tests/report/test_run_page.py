@@ -15,7 +15,17 @@ import yaml
 from finetune.cli.main import main as cli
 from finetune.recipe.sections.preferences import warnings_of
 from finetune.report.curves import curve, curves, loss_chart, read_runs, summary
-from finetune.report.pictures import Chart, Series, _draw, inline_svg, new_figure, number_label, save_png, spikes, thinned
+from finetune.report.pictures import (
+    Chart,
+    Series,
+    _draw,
+    inline_svg,
+    new_figure,
+    number_label,
+    save_png,
+    spikes,
+    thinned,
+)
 from finetune.report.run_page import question_of, report, write_page, write_pages
 from finetune.train import main
 from tests.support.models.tiny import write_chats
