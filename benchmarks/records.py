@@ -21,6 +21,12 @@ HEAD = "| record | commit | date | machine | files changed since |\n|---|---|---
 STAMP = ("date", "commit", "commit_from", "files_sha256", "device", "versions")  # what is not a figure of a record
 
 STEP = ("finetune/training", "finetune/architecture", "finetune/model")  # what one step computes
+UPDATE = (
+    "finetune/training/step.py",
+    "finetune/training/update.py",
+    "finetune/training/objectives/supervised.py",
+    "finetune/model/optimizer.py",
+)
 RUN = (*STEP, "finetune/strategies", "finetune/run_folder")
 PLAN = ("finetune/planner/trace", "finetune/planner/depth", "finetune/planner/plan_recipe.py", "finetune/closed_form")
 # Record -> files and folders that decide its figures. A row of one recipe names that itself.
@@ -35,7 +41,8 @@ DEPENDS = {
     "parity": (*STEP, "finetune/tokens", "benchmarks/parity.py", "benchmarks/parity_peer.py"),
     "plan_recipes": (*PLAN, "finetune/probe"),
     "public_memory": (*PLAN, "benchmarks/public_memory.py"),
-    "quickstart": (*STEP, "finetune/train.py", "finetune/launch", "finetune/tokens", "recipes/quickstart.yaml"),
+    # What decides its losses and answers. Its seconds are those of one machine on one day.
+    "quickstart": ("recipes/quickstart.yaml", "data/devils_dictionary.jsonl", "finetune/tokens", *UPDATE),
     "rehearse": (*RUN, "finetune/preflight", "benchmarks/rehearse_all.py"),
     "resume": (*RUN, "benchmarks/resume.py"),
     "skills": (*STEP, "finetune/scoring", "finetune/finished_run", "data/skills", "benchmarks/skills"),
