@@ -76,5 +76,5 @@ QUICK = ("llama3_3b_lora_gsm8k_1x24gb", "llama3_8b_lora_1x80gb")  # two CPU seco
     [pytest.param(name, marks=pytest.mark.thorough if name in QUICK else pytest.mark.slow) for name in recipes()],
 )
 def test_a_recipe_planned_now(name: str) -> None:
-    """The record is of a recipe that did not change; the planner may have. The closed form says so in the first tier."""
+    """The record is of a recipe that did not change; the planner may have. The first tier has the closed form."""
     assert plan(recipes()[name])["needed_bytes"] == pytest.approx(PLANNED[name]["needed_bytes"], rel=0.001)
