@@ -102,6 +102,9 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of every answer; none.", show_default=False)] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System message, '' for none; the training rows' own.", show_default=False)
+    ] = None,
     endpoint: OnServer = None,
     model: OnServerTuned = None,
     base_model: OnServerBase = None,
@@ -116,7 +119,7 @@ def chat(
         require_run_folder(run)  # before torch is imported
         say_begun(f"loading base and tuned model of {run}" if endpoint is None else f"asking {endpoint}")
         folder = finished_run.run_at(run, step)
-        session = finished_run.open_run(folder, _server(endpoint, model, base_model, run))
+        session = finished_run.open_run(folder, _server(endpoint, model, base_model, run), system=system)
         chosen: Any = who  # checked above
         settings = finished_run.GenerationSettings(max_new_tokens, temperature, seed)
         if as_json:

@@ -42,8 +42,8 @@ from finetune.tokens.encoder import IGNORE, REMARKS, Document, Encoder, RowError
 from finetune.tokens.marks import OmittedFromHistory
 from finetune.wording import counted
 
-VERSION = 8
-VERSION_BEFORE = 7  # of the release before 1.0: its runs can be resumed
+VERSION = 9
+EARLIER_VERSIONS = (7, 8)  # their runs are resumed, if the rows give as many tokens
 # The refusal of judged answers with nothing to measure the KL baseline on.
 ONE_ANSWER = "data.train: every judged answer is one text, and kto measures each against another; add other answers"
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; and memory holds only these
@@ -124,7 +124,10 @@ def documents_key(source: Source, data: Data, encoder: Encoder, version: int = V
     reading |= source.entry.model_dump(
         include={"template", "drop", "delimiter", "encoding", "labels", "sheet"}, exclude_defaults=True
     )
-    parts = {"version": version, "source": source.key(), "reading": reading, "encoder": encoder.identity()}
+    identity = encoder.identity()
+    if version in EARLIER_VERSIONS:
+        identity.pop("ends", None)
+    parts = {"version": version, "source": source.key(), "reading": reading, "encoder": identity}
     return content_key(parts | settings)
 
 

@@ -14,8 +14,8 @@ from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import EvalFraction, Recipe
 from finetune.tokens.cache import (
+    EARLIER_VERSIONS,
     ONE_ANSWER,
-    VERSION_BEFORE,
     StoredDocuments,
     content_key,
     documents_key,
@@ -42,7 +42,7 @@ class Prepared:
     eval: Rows | None
     eval_sets: dict[str, Rows]  # the rows of `eval` by data set, if data.eval names several; else empty
     fingerprint: str  # content address for data, tokenizer, template and settings
-    fingerprint_before: str  # as the release before 1.0 made it, for runs that it began
+    earlier_fingerprints: tuple[str, ...]  # as earlier releases made it, for runs that they began
     facts: dict[str, Any]  # counts for receipt and terminal
     prompts: list[SamplePrompt]  # to be answered before and after training
     conversation: Conversation  # how chats are written, and the tokens that end the answers
@@ -126,7 +126,7 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     encoder = Encoder(tokenizer, data, recipe.model)
     entries = data.sets
     keys: list[str] = []
-    keys_before: list[str] = []
+    earlier_keys: dict[int, list[str]] = {version: [] for version in EARLIER_VERSIONS}
     stores: list[StoredDocuments] = []
     mistakes = Mistakes()
     for entry in entries:
@@ -137,7 +137,8 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
             mistakes.take(error)
             continue
         keys.append(key)
-        keys_before.append(documents_key(source, data, encoder, VERSION_BEFORE))
+        for version, earlier in earlier_keys.items():
+            earlier.append(documents_key(source, data, encoder, version))
         stores.append(store)
     mistakes.raise_if_any()
 
@@ -171,6 +172,8 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     facts = _facts(pool, split, train, held_out, capacity)
     if recipe.model.new_tokens:
         facts["new_tokens_unused"] = _unused_tokens(recipe.model.new_tokens, tokenizer, stores)
+    ends = (stop for store in stores for stop in store.facts["stops"])
+    conversation = encoder.conversation(ends, [store.facts["rows"] for store in stores[:train_sets]])
     eval_key = data.eval.fraction if isinstance(data.eval, EvalFraction) else None
     chosen = [seed, data.packing, data.max_length, eval_key, [entry.weight for entry in entries]]
     settings = {"settings": chosen, "training sets": len(data.train)}
@@ -179,10 +182,10 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
         eval=held_out,
         eval_sets=eval_sets,
         fingerprint=content_key({"documents": keys, **settings}),
-        fingerprint_before=content_key({"documents": keys_before, **settings}),
+        earlier_fingerprints=tuple(content_key({"documents": key, **settings}) for key in earlier_keys.values()),
         facts=facts,
-        prompts=_sample_prompts(recipe, encoder, pool, split),
-        conversation=encoder.conversation(stop for store in stores for stop in store.facts["stops"]),
+        prompts=_sample_prompts(recipe, encoder, pool, split, conversation.opening()),
+        conversation=conversation,
         pool=pool,
         split=split,
     )
@@ -280,12 +283,14 @@ def _unused_tokens(
     return [token for token, number in ids.items() if number in missing]
 
 
-def _sample_prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split) -> list[SamplePrompt]:
-    """The recipe's own prompts, or else the first held-out documents."""
+def _sample_prompts(
+    recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split, opening: list[dict[str, str]]
+) -> list[SamplePrompt]:
+    """The recipe's own prompts after the rows' system message, or else the first held-out documents."""
     section = recipe.samples
     if section.prompts is not None:
         try:
-            return [encoder.sample_prompt(text) for text in section.prompts]
+            return [encoder.sample_prompt(text, opening) for text in section.prompts]
         except RowError as error:
             raise DataError([f"samples.prompts: {error}"]) from None
     documents = split.held_out
