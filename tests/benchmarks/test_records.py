@@ -73,8 +73,6 @@ LORA_8B, LORA_1B, FULL_8B = "llama3_8b_lora_1x80gb", "llama3_1b_lora_1x8gb", "ll
 GIB = 2**-30
 # Page -> a pattern with the number, its record and key, and by what the record's value is multiplied.
 FIGURES = [
-    ("README.md", r"held-out loss ([\d.]+) to", "quickstart/runs/avx512, without setup/losses/0", 1),
-    ("README.md", r"held-out loss [\d.]+ to ([\d.]+)\.\n", "quickstart/runs/avx512, without setup/losses/60", 1),
     ("README.md", r"LoRA ([\d.]+) GiB planned and", f"gpu/steps/{LORA_8B}/phases/forward/planned_bytes", GIB),
     ("README.md", r"LoRA ([\d.]+) GiB planned and", f"gpu/steps/{LORA_8B}/peak_memory_gib", 1),
     ("README.md", r"1B LoRA planned at ([\d.]+) GiB", f"gpu/steps/{LORA_1B}/phases/forward/planned_bytes", GIB),
