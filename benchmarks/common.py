@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib.metadata
 import io
 import json
@@ -43,7 +42,7 @@ def write_result(name: str, result: dict[str, Any]) -> Path:
     """benchmarks/results/NAME.json: the figures, and of which code and on what they were measured."""
     file = RESULTS / f"{name}.json"
     versions = {package: version for package in PACKAGES if (version := version_of(package))}
-    facts = {"date": datetime.date.today().isoformat(), **stamp(name), "device": device(), "versions": versions}
+    facts = {**stamp(name, result), "device": device(), "versions": versions}
     figures = {key: value for key, value in result.items() if key not in STAMP}  # not those of an earlier record
     file.write_text(json.dumps(facts | figures, indent=2) + "\n", "utf-8")
     return file

@@ -126,7 +126,13 @@ class Results:
         self.rows[name] = row
         if (folder := self.writes) is not None:
             now = datetime.datetime.now().isoformat(timespec="seconds")
-            content = {"date": now, **stamp("gpu"), "minutes": self.minutes, **self.facts, "steps": self.rows}
+            content = {
+                **stamp("gpu", {"steps": self.rows}),
+                "date": now,
+                "minutes": self.minutes,
+                **self.facts,
+                "steps": self.rows,
+            }
             write_json(folder / "gpu.json", _finite(content))
             write_text(folder / "gpu.md", "\n".join(page_lines(content)) + "\n")
 

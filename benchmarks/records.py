@@ -7,6 +7,7 @@ A record names its commit, and a digest of the files that its figures depend on.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import subprocess
@@ -86,13 +87,30 @@ def git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def stamp(name: str) -> dict[str, Any]:
-    """The commit, where this folder is a checkout, and the digest of the files, for a new record."""
+def stamp(name: str, figures: dict[str, Any]) -> dict[str, Any]:
+    """Date, commit (where this folder is a checkout) and digest of the files, for a record with these figures.
+
+    A record that keeps a row of an earlier call keeps that call's stamp, so it is as old as its oldest row. Delete the
+    file to measure all of it anew.
+    """
+    if (RESULTS / f"{name}.json").is_file():
+        earlier = record(name)
+        rows = rows_of(figures)
+        if any(row in rows for row in rows_of(earlier)):
+            return {key: earlier[key] for key in STAMP[:4] if key in earlier}
     try:
         commit, own = git("rev-parse", "--short=8", "HEAD"), git("status", "--porcelain", "--", *DEPENDS[name])
     except (subprocess.CalledProcessError, FileNotFoundError):
         commit, own = "not recorded", ""
-    return {"commit": f"{commit} and changes" if own else commit, "files_sha256": digest_now(name)}
+    commit += " and changes" if own else ""
+    return {"date": datetime.date.today().isoformat(), "commit": commit, "files_sha256": digest_now(name)}
+
+
+def rows_of(figures: dict[str, Any]) -> list[Any]:
+    """The rows of a record's tables: what stands in its dictionaries and lists, except single values."""
+    tables = [part for key, part in figures.items() if key not in STAMP and isinstance(part, dict | list)]
+    parts = [row for table in tables for row in (table.values() if isinstance(table, dict) else table)]
+    return [row for row in parts if isinstance(row, dict | list) and row]
 
 
 def record(name: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def test_a_changed_file_changes_a_record(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "step.py").write_text("x = 1\n")
     (tmp_path / "speed.json").write_text(
-        json.dumps({"date": "2026-11-29", "device": "a card", **records.stamp("speed")})
+        json.dumps({"date": "2026-11-29", "device": "a card", **records.stamp("speed", {})})
     )
     assert records.table().endswith("| `speed` | not recorded | 2026-11-29 | a card | no |\n")
     for name, text in (("step.py", "x = 2\n"), ("other.py", "x = 1\n")):
@@ -63,6 +63,13 @@ def test_a_changed_file_changes_a_record(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "code" / "other.py").unlink()
     (tmp_path / "code" / "step.py").write_text("x = 1\n")
     assert not records.has_changed("speed")
+    # A row of an earlier call keeps that call's stamp; new rows, or none, have a stamp of their own.
+    first = {**records.stamp("speed", {}), "device": "a card", "rows": {"a": {"seconds": 1.5}, "b": {}}}
+    (tmp_path / "speed.json").write_text(json.dumps(first | {"date": "2025-01-01"}))
+    for rows, date in (({"a": {"seconds": 1.5}, "c": {"x": 1}}, "2025-01-01"), ({"a": {"seconds": 1.6}, "b": {}}, "")):
+        stamp = records.stamp("speed", {"rows": rows})
+        assert (stamp["date"] == date) == bool(date)
+        assert stamp["files_sha256"] == first["files_sha256"]
     monkeypatch.undo()
     # git's digest of a commit and this folder's are one, where nothing has changed.
     if not records.git("status", "--porcelain", "--", *records.DEPENDS["tokenise"]):
