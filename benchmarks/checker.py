@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import write_result
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common import write_result
 from finetune.cli.main import main as main_of_finetune
 from finetune.scoring.intervals import interval, paired_interval
 from finetune.wording import counted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib.metadata
 import io
 import json
@@ -18,6 +17,7 @@ from unittest import mock
 import torch
 from accelerate import Accelerator
 
+from benchmarks.records import RESULTS, STAMP, stamp
 from finetune.architecture import attention
 from finetune.measure.host_memory import usable_cores
 from finetune.measure.metrics import Terminal
@@ -34,17 +34,17 @@ from finetune.training.loop import take_steps
 from finetune.training.objectives import objective_of
 from finetune.training.run import Run, StepParts
 from finetune.training.run_output import RunOutput
-from tests.support.runs.recipe_results import RESULTS
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")
 
 
 def write_result(name: str, result: dict[str, Any]) -> Path:
-    """benchmarks/results/NAME.json: the figures, and on what they were measured."""
+    """benchmarks/results/NAME.json: the figures, and of which code and on what they were measured."""
     file = RESULTS / f"{name}.json"
     versions = {package: version for package in PACKAGES if (version := version_of(package))}
-    stamp = {"date": datetime.date.today().isoformat(), "device": device(), "versions": versions}
-    file.write_text(json.dumps(stamp | result, indent=2) + "\n", "utf-8")
+    facts = {**stamp(name, result), "device": device(), "versions": versions}
+    figures = {key: value for key, value in result.items() if key not in STAMP}  # not those of an earlier record
+    file.write_text(json.dumps(facts | figures, indent=2) + "\n", "utf-8")
     return file
 
 

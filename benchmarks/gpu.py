@@ -61,6 +61,7 @@ from benchmarks.gpu_recipes import (
     start_seconds,
     why_not,
 )
+from benchmarks.records import stamp
 from finetune.errors import RecipeError
 from finetune.files import read_lines, write_json, write_text
 from finetune.preflight import ended_by_signals
@@ -125,7 +126,13 @@ class Results:
         self.rows[name] = row
         if (folder := self.writes) is not None:
             now = datetime.datetime.now().isoformat(timespec="seconds")
-            content = {"date": now, "minutes": self.minutes, **self.facts, "steps": self.rows}
+            content = {
+                **stamp("gpu", {"steps": self.rows}),
+                "date": now,
+                "minutes": self.minutes,
+                **self.facts,
+                "steps": self.rows,
+            }
             write_json(folder / "gpu.json", _finite(content))
             write_text(folder / "gpu.md", "\n".join(page_lines(content)) + "\n")
 

@@ -6,8 +6,8 @@
     python benchmarks/skills.py --forgetting    what dates leave of general answers, by rank, rate and other rows
     python benchmarks/skills.py --page          write docs/results.md from benchmarks/results/skills.json alone
 
-Rows of three skills come from data/skills; the fourth is the quickstart. Two preferences follow: `shorter` and `polite`
-go on from one supervised run, `answers`. The page names each training's command.
+Rows of three skills come from data/skills; the fourth is the quickstart, longer. Two preferences follow: `shorter` and
+`polite` go on from one supervised run, `answers`. The page names each training's command.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from checker import sections as checker_sections
-from common import RESULTS, write_result
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.checker import sections as checker_sections
+from benchmarks.common import RESULTS, write_result
 from data.skills.answers import is_polite
 from finetune.report.pictures import new_figure
 from finetune.scoring.intervals import interval, paired_interval
@@ -33,7 +34,7 @@ SKILLS = {
     "dates": ("benchmarks/skills/dates.yaml", "Dates in many spellings to ISO 8601"),
     "sql": ("benchmarks/skills/sql.yaml", "Questions about a table to SQL"),
     "tools": ("benchmarks/skills/tools.yaml", "Requests to tool calls"),
-    "devil": ("recipes/quickstart.yaml", "The voice of The Devil's Dictionary"),
+    "devil": ("benchmarks/skills/devil.yaml", "The voice of The Devil's Dictionary"),
 }
 # Preferences: the recipe, the title, what is measured in an answer, and whether it is a share.
 PREFERENCES = {

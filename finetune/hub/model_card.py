@@ -45,7 +45,6 @@ PAPERS = {
     "simpo": Paper("SimPO: Simple Preference Optimization with a Reference-Free Reward", "2405.14734"),
     "kto": Paper("KTO: Model Alignment as Prospect Theoretic Optimization", "2402.01306"),
 }
-OBJECTIVE_TAGS = {"supervised": "sft", "dpo": "dpo", "kto": "kto"}
 CARD_TEMPLATE = "model_card.md.jinja"
 
 
@@ -174,7 +173,7 @@ def _metadata(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
         pipeline_tag=TASK,
         # dict.fromkeys drops repeated names and keeps the recipe's order.
         datasets=list(dict.fromkeys(entry.path for entry in recipe.data.sets if _is_on_hub(entry))) or None,
-        tags=["finetune", OBJECTIVE_TAGS[recipe.training.objective], *methods, "transformers"],
+        tags=["finetune", recipe.training.objective.replace("supervised", "sft"), *methods, "transformers"],
         model_name=repo_id.split("/")[1],
         eval_results=results or None,
     )

@@ -27,12 +27,12 @@ _FLAVOURS: dict[int, tuple[Flavour, ...]] = {
         Flavour("a10g-small", "A10G", 24),
         Flavour("l40sx1", "L40S", 48, True),
         Flavour("a100-large", "A100", 80),
-        Flavour("rtx-pro-6000", "RTX PRO 6000", 96, True),
+        Flavour("rtx-pro-6000", "RTXPRO6000", 96, True),
         Flavour("h200", "H200", 141, True),
     ),
     2: (
         Flavour("a10g-largex2", "A10G", 24),
-        Flavour("rtx-pro-6000x2", "RTX PRO 6000", 96, True),
+        Flavour("rtx-pro-6000x2", "RTXPRO6000", 96, True),
         Flavour("h200x2", "H200", 141, True),
     ),
     4: (
@@ -40,13 +40,13 @@ _FLAVOURS: dict[int, tuple[Flavour, ...]] = {
         Flavour("a10g-largex4", "A10G", 24),
         Flavour("l40sx4", "L40S", 48, True),
         Flavour("a100x4", "A100", 80),
-        Flavour("rtx-pro-6000x4", "RTX PRO 6000", 96, True),
+        Flavour("rtx-pro-6000x4", "RTXPRO6000", 96, True),
         Flavour("h200x4", "H200", 141, True),
     ),
     8: (
         Flavour("l40sx8", "L40S", 48, True),
         Flavour("a100x8", "A100", 80),
-        Flavour("rtx-pro-6000x8", "RTX PRO 6000", 96, True),
+        Flavour("rtx-pro-6000x8", "RTXPRO6000", 96, True),
         Flavour("h200x8", "H200", 141, True),
     ),
 }

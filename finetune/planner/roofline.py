@@ -62,6 +62,11 @@ CHIPS = {
     "A100": Chip(312e12, 19.5e12, 2039e9, 300e9, NVLINK_MACHINE, 32e9, 624e12),
     "H100": Chip(989e12, 67e12, 3350e9, 450e9, NVLINK_MACHINE, 64e9, 1979e12),
     "H200": Chip(989e12, 67e12, 4800e9, 450e9, NVLINK_MACHINE, 64e9, 1979e12),
+    # An eighth of the HGX B200, as NVIDIA's HGX page has it; without sparsity.
+    "B200": Chip(2250e12, 75e12, 8000e9, 900e9, NVLINK_MACHINE, 64e9, 4500e12),
+    # NVIDIA's white papers "RTX Blackwell GPU Architecture" and "RTX PRO Blackwell GPU Architecture".
+    "RTX5090": Chip(209.5e12, 104.8e12, 1792e9, 64e9, PCIE_MACHINE, 64e9, 838e12),
+    "RTXPRO6000": Chip(503.8e12, 126e12, 1792e9, 64e9, PCIE_MACHINE, 64e9, 1007.6e12),
 }
 
 

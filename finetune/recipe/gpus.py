@@ -30,6 +30,9 @@ MODELS = {
     "A100": _Model(80, 81_920),
     "H100": _Model(80, 81_559, float8=True),
     "H200": _Model(141, 143_771, float8=True),
+    "B200": _Model(180, 183_359, float8=True),
+    "RTX5090": _Model(32, 32_607, float8=True),
+    "RTXPRO6000": _Model(96, 97_887, float8=True),
 }
 PROGRAM_SHARE = 0.99  # share of nvidia-smi's total that a program can have; the driver keeps the rest
 FORMS = "write 2x24GB, 2x8x80GB (nodes x GPUs x memory), 4xL4, 2x8xH100, H100:8, 24GB or cpu"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d755d", "#72b7b2", "#eeca3b")
 FAINT = "66"  # opacity of a curve behind its smoothed one, hexadecimal
+MOST_SPIKES = 3
 MOST_POINTS = 1200  # of one curve; a longer curve shows the means of neighbouring points
 PNG_INCHES = (8.0, 4.5)  # its 12-point letters can be read at half size
 # (width, height, letters, points of a curve); all but the points in CSS pixels. A page shows a chart at nearly this
@@ -102,6 +104,21 @@ def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> l
     groups = [points[first : first + size] for first in range(0, len(points) - 1, size)]
     means = [(sum(x for x, _ in some) / len(some), sum(y for _, y in some) / len(some)) for some in groups]
     return [*means, points[-1]]
+
+
+def spikes(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points far above their four neighbours, as the loss of a row with three supervised tokens: they would flatten the
+    rest of a curve. Not the first two points or the last two: a curve may begin high.
+
+    Far is three times the distance from the curve's fifth to its ninety-fifth percentile. More than MOST_SPIKES of
+    them are what the curve is like: then there are none.
+    """
+    values = sorted(y for _, y in points)
+    spread = values[(len(values) - 1) * 95 // 100] - values[(len(values) - 1) * 5 // 100]
+    near = [statistics.median(y for _, y in points[index - 2 : index + 3]) for index in range(2, len(points) - 2)]
+    inner = zip(points[2:-2], near, strict=True)
+    high = [point for point, middle in inner if point[1] > middle + 3 * spread > middle]
+    return high if len(high) <= MOST_SPIKES else []
 
 
 def number_label(value: float) -> str:
@@ -197,6 +214,11 @@ def _draw(axes: Any, chart: Chart, *, letters: int, most_points: int = MOST_POIN
     handles = []
     for series, colour in chart.shown:
         points = thinned(series.points, most_points)
+        if high := spikes(points):  # drawn as high as the rest of the curve, with its value
+            top = max(y for x, y in points if (x, y) not in high)
+            points = [(x, min(y, top)) for x, y in points]
+            for x, y in high:
+                axes.annotate(number_label(float(f"{y:.3g}")), (x, top), ha="center", va="bottom", fontsize=letters)
         if series.dots or len(points) == 1:
             style, layer = {"marker": "o", "markersize": 4.5, "linestyle": "none"}, 3
         else:

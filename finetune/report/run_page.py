@@ -11,6 +11,7 @@ from typing import Any
 
 from finetune.files import write_text
 from finetune.measure.units import GIB
+from finetune.model.packaged import online_name
 from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.preferences import objective_in_words, warnings_of
@@ -127,7 +128,7 @@ def _values_of_single(run: ReportedRun) -> dict[str, Any]:
         method = "all weights"
     elif recipe.quantization:
         method = "QLoRA"
-    lead = f"{recipe.model.name_or_path}, {method}"
+    lead = f"{online_name(recipe.model.name_or_path)}, {method}"
     if updated := str(facts.state.get("updated", ""))[:16].replace("T", " "):
         lead += f"; {updated} UTC"
     measured = (facts.receipt.get("memory") or {}).get("measured") or {}

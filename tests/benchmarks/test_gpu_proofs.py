@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,6 +48,16 @@ def stand_in(count: int = 1) -> ProofMachine:
 
 def reasons(machine: ProofMachine) -> dict[str, str]:
     return {proof.name: proof.missing for proof in plan_proofs(machine) if proof.missing}
+
+
+def test_the_page_names_proofs_that_there_are() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md").read_text("utf-8")
+    table = page.partition("| proof | compared with |")[2].partition("\n\n")[0]
+    first = [re.findall(r"`([\w ]+)`", line.split("|")[1]) for line in table.splitlines()[2:]]
+    assert {name for names in first for name in names} - {"sdpa", "fsdp2_offload"} <= {
+        proof.name for proof in plan_proofs(gpus(4))
+    }
+    assert len(first) == 9
 
 
 @pytest.fixture(params=[True, False], ids=["installed", "not installed"])

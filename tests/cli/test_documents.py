@@ -348,7 +348,6 @@ def counted_here() -> dict[str, int]:
     """What pages count -> how many there are."""
     configs = ROOT / "finetune" / "model" / "configs"
     families = json.loads((ROOT / "benchmarks" / "results" / "families.json").read_text("utf-8"))["architectures"]
-    kills = json.loads((ROOT / "benchmarks" / "results" / "soak.json").read_text("utf-8"))["totals"]["kills"]
     trained = json.loads((ROOT / "benchmarks" / "results" / "train_recipes.json").read_text("utf-8"))["recipes"]
     recipes = {file.stem for file in (ROOT / "recipes").glob("*.yaml")}
     assert trained.keys() == recipes
@@ -356,7 +355,6 @@ def counted_here() -> dict[str, int]:
         "recipes": len(recipes),
         "architectures": len(families),
         "configurations": len([*configs.glob("*.json")]),
-        "kills": kills,
         "questions": len(general_rows()),
         "lectures": len(LECTURES),
         "metrics": len(METRICS),
@@ -367,14 +365,12 @@ WORDS = {"ten": 10, "eleven": 11, "twelve": 12, "thirteen": 13}
 # Page -> a pattern with the number, and what it counts.
 COUNTS = [
     ("README.md", r"All (\d+) recipes", "recipes"),
-    ("README.md", r"(\d+) random kills", "kills"),
     ("CHANGELOG.md", r"(\d+) recipes go", "recipes"),
     ("CHANGELOG.md", r"(\d+) are tried", "architectures"),
     ("CHANGELOG.md", r"by (\w+) metrics", "metrics"),
     ("CHANGELOG.md", r"(\w+) lectures", "lectures"),
     ("docs/measured.md", r"all (\d+): the held-out loss", "recipes"),
     ("docs/measured.md", r"(\d+) architectures", "architectures"),
-    ("docs/measured.md", r"(\d+) kills", "kills"),
     ("docs/data.md", r"(\d+) architectures", "architectures"),
     ("docs/planner.md", r"(\d+) models' configurations", "configurations"),
     ("docs/evaluation.md", r"(\d+) short questions", "questions"),

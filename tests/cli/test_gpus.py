@@ -14,7 +14,7 @@ from finetune import planner
 from finetune.cli.main import main
 from finetune.errors import DoesNotFit
 from finetune.planner import command
-from finetune.recipe.gpus import FORMS, Gpus
+from finetune.recipe.gpus import FORMS, MODELS, Gpus
 from finetune.recipe.schema import Recipe
 
 Capture = pytest.CaptureFixture[str]
@@ -35,6 +35,9 @@ FORMS_OF = {
     "H100:8": (1, 8, 80, H100),
     "8xH100": (1, 8, 80, H100),
     "2x8xH100": (2, 8, 80, H100),
+    "8xB200": (1, 8, 180, int(183_359 * 2**20 * 0.99)),
+    "rtx 5090": (1, 1, 32, int(32_607 * 2**20 * 0.99)),
+    "2 x RTX PRO 6000": (1, 2, 96, int(97_887 * 2**20 * 0.99)),
     "cpu": (1, 0, 0, 0),
     "CPU": (1, 0, 0, 0),
 }
@@ -140,6 +143,10 @@ def test_import(text: str, config: str, capsys: Capture) -> None:
 def test_import_is_for_one_gpu_where_none_is_named(config: str, capsys: Capture) -> None:
     carried = output(["import", config], capsys)["carried"]
     assert carried["budget"] == {"value": {"gpus": 1}, "from": "one GPU"}
+
+
+def test_each_gpu_with_a_name_has_a_speed() -> None:
+    assert planner.CHIPS.keys() == MODELS.keys()
 
 
 VERBS: dict[str, Callable[[str], list[str]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -35,6 +36,25 @@ def plan_output(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
     code = main(["plan", *words])
     said = capsys.readouterr()
     return code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "told"),
+    [
+        ("llama3_qlora", "bitsandbytes", "; the closed form, which needs no package, says 7.4 of 11.2 GiB\n"),
+        ("llama3_70b_int8_1x141gb", "bitsandbytes", "pip install -e '.[qlora]'\n"),  # no closed form
+        ("llama3_zero2", "deepspeed", "pip install -e '.[deepspeed]'\n"),
+    ],
+)
+def test_without_a_package_the_closed_form_answers(
+    name: str, package: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module, *rest: None if module == package else real(module))
+    code, out, err = plan_output([str(ROOT / "recipes" / f"{name}.yaml")], capsys)
+    assert (code, out, err.count("\n")) == (4, "", 1)
+    assert "is not installed" in err
+    assert err.endswith(told)
 
 
 @pytest.mark.slow

@@ -15,7 +15,17 @@ import yaml
 from finetune.cli.main import main as cli
 from finetune.recipe.sections.preferences import warnings_of
 from finetune.report.curves import curve, curves, loss_chart, read_runs, summary
-from finetune.report.pictures import Chart, Series, _draw, inline_svg, new_figure, number_label, save_png, thinned
+from finetune.report.pictures import (
+    Chart,
+    Series,
+    _draw,
+    inline_svg,
+    new_figure,
+    number_label,
+    save_png,
+    spikes,
+    thinned,
+)
 from finetune.report.run_page import question_of, report, write_page, write_pages
 from finetune.train import main
 from tests.support.models.tiny import write_chats
@@ -221,6 +231,25 @@ def test_a_line_is_drawn_where_its_values_are() -> None:
     assert left[1] - right[1] == pytest.approx(right[1] - middle[1], abs=0.03)
     assert labels_of(inline_svg(chart)) == ["0", "2", "4", "6", "8", "10", "0", "0.2", "0.4", "0.6", "0.8", "1"]
     assert inline_svg(Chart("t", [Series("x", []), Series("y", [(1, float("inf"))])])) == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "highest", "told"),
+    [
+        ({}, 3.0, []),
+        ({30: 15.4}, 3.0, ["15.4"]),
+        ({20: 15.4, 40: 1234.0, 41: 20.5}, 3.0, ["15.4", "1,230", "20.5"]),
+        ({0: 9.0, 1: 6.0, 59: 8.0}, 9.0, []),  # a beginning, and an end, are no spikes
+        ({10: 15.0, 20: 15.0, 30: 15.0, 40: 15.0}, 15.0, []),  # so are four
+    ],
+)
+def test_one_spike_does_not_flatten_a_curve(changed: dict[int, float], highest: float, told: list[str]) -> None:
+    points = [(float(step), changed.get(step, 2.0 + step % 3 / 2)) for step in range(60)]
+    labels = labels_of(inline_svg(Chart("t", [Series("x", points)])))
+    assert [label for label in labels if label in told] == told
+    numbers = [float(label.replace(",", "")) for label in labels if label not in told]
+    assert highest <= numbers[-1] <= highest + 2
+    assert spikes(points[:1]) == spikes(points[:4]) == []
 
 
 def test_bars_leave_a_gap_for_what_was_not_measured() -> None:

@@ -29,7 +29,7 @@ A trial of the architecture itself decides (`finetune/architecture/trial.py`), s
 |---|---|
 | packed, unpacked | *right* with each `model.attention`, or with those in brackets. *auto* is document-isolated attention, with sinks, soft caps, windows, chunks and dropout; layers with a state run on one document after another |
 | adapters | the share of matrix weights that `lora.target_modules: all-linear` reaches, with experts, from the tiny model's receipt |
-| 4-bit | their share in 4 bits under `quantization.load_in_4bit`; loss and adapter gradients equal those of a dequantised base, to 1e-5, on a CPU. bitsandbytes quantises linear layers only: experts that are one parameter stay in 16 bits |
+| 4-bit | their share in 4 bits under `quantization.load_in_4bit`; loss and adapter gradients equal those of a dequantised base, to 1e-5, on a CPU. This kit quantises linear layers only: experts that are one parameter stay in 16 bits |
 | plan | `finetune plan` plans LoRA on one GPU for the tiny model, with its weights to the byte |
 | rehearsal | `finetune rehearse`'s small model of the default configuration trains for a step |
 | mask | families whose chat templates have hand-written masks in `tests/tokens`. The mask follows from the template, so every architecture can be trained on chats |

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,12 @@ NAME = "plan_recipes"  # of the results
 PAGE = ROOT / "docs" / "recipes.md"
 HEAD = "| recipe | made for | GiB planned | what |\n|---|---|---|---|\n"
 GIB = 2**30
+# In a recipe's header: what the plan needs, of which budget, and what the allocator may reserve for it.
+IN_HEADER = re.compile(
+    r"# (?P<place>Each GPU|GPU|Memory): (?P<need>[\d.]+) GB planned(?: of (?P<budget>\d+)(?P<cards> \([^)]*\)))?"
+    r"(?:, [\d.]+ reserved at most)?, peak in \w+"
+)
+WIDTH = 120
 
 
 def plan_of(path: Path) -> Plan:
@@ -52,6 +60,25 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         purpose = purpose_of(path.read_text("utf-8"))
         lines.append((size, name, f"| `{name}` | {budget_text(budget)} | {gib} | {purpose} |\n"))
     return HEAD + "".join(line for _, _, line in sorted(lines))
+
+
+def with_plan(text: str, row: dict[str, Any]) -> str:
+    """A recipe's text with the plan's figures in its header; as it is where the header states no plan."""
+    lines = text.splitlines()
+    first = next((index for index, line in enumerate(lines) if re.match(r"# (Each GPU|GPU|Memory): ", line)), None)
+    if first is None:
+        return text
+    last = next(index for index, line in enumerate(lines) if index > first and re.match(r"# [A-Z]\w+: |(?!#)", line))
+    paragraph = "# " + " ".join(line.removeprefix("# ") for line in lines[first:last])
+    stated = IN_HEADER.match(paragraph)
+    assert stated is not None, f"write {row['needed_bytes'] / 1e9:.1f} GB planned, peak in {row['phase']}"
+    words = f"# {stated['place']}: {row['needed_bytes'] / 1e9:.1f} GB planned"
+    if stated["budget"]:
+        upper = f"{row['upper_bytes'] / 1e9:.1f} reserved at most"
+        words += f" of {row['gpu_bytes'] / 1e9:g}{stated['cards']}, {upper}"
+    words += f", peak in {row['phase']}{paragraph[stated.end() :]}"
+    lines[first:last] = textwrap.wrap(words, WIDTH, subsequent_indent="# ", break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
 
 
 def on_page() -> str:
