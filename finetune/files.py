@@ -27,7 +27,7 @@ from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.output_stream import one_line
-from finetune.paths import kind_of_file, open_regular
+from finetune.paths import kind_of_file, open_regular, regular_descriptor
 
 TEMPORARY_PREFIX = ".tmp-"
 MOST_SEALED_BYTES = 64 * 2**20  # a cache's facts have some kB
@@ -310,13 +310,14 @@ def _disk_message(path: Path, number: int | None, reason: str, kept: str) -> str
     )
 
 
+LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # a lock's content is written: never through a link
 _one_thread = threading.Lock()  # a record lock excludes other processes alone
 
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Within the block, no other thread or process is in one for the same `path`, which is made."""
-    with _one_thread, open(path, "w", encoding="utf-8") as file:
+    with _one_thread, open(regular_descriptor(path, LOCK_FLAGS), "wb", buffering=0) as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield
 
@@ -331,7 +332,7 @@ def lock(path: Path, *, wait_seconds: float) -> int:
         BlockingIOError: another living process still holds it after `wait_seconds` (a run that was asked to stop saves
             first, and its launcher may have returned to the prompt before).
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = regular_descriptor(path, LOCK_FLAGS)
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -348,10 +349,35 @@ def lock(path: Path, *, wait_seconds: float) -> int:
         return descriptor
 
 
+@contextmanager
+def making(target: Path) -> Iterator[Path]:
+    """A name beside `target` for the folder that becomes it. Nothing has that name before, and nothing afterwards.
+
+    Raises FinetuneError if another process makes `target` now: both would write into one folder.
+    """
+    temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
+    held, file = None, temporary.with_name(f"{temporary.name}.lock")
+    try:
+        held = lock(file, wait_seconds=0)
+    except BlockingIOError as error:
+        raise FinetuneError(f"{target}: {error.strerror} is writing it; wait until it has ended") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+            raise
+    try:
+        remove_folder(temporary)
+        yield temporary
+    finally:
+        remove_folder(temporary)
+        file.unlink(missing_ok=True)
+        if held is not None:
+            os.close(held)
+
+
 def is_locked(path: Path) -> bool:
     """Whether a living process holds the file's lock. Do not call it in the process that holds it: that drops it."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, follow=False) as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return True

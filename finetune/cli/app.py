@@ -19,6 +19,7 @@ import typer
 
 from finetune.errors import FinetuneError
 from finetune.output_stream import wrapped
+from finetune.paths import in_home
 
 ERASED, TICK_SECONDS = b"\r\x1b[2K", 1.0
 app = typer.Typer(
@@ -33,7 +34,10 @@ app = typer.Typer(
 
 def user_path(text: str) -> Path:
     """A path as typed. Shells do not expand the ~ in `--output=~/page`, so this does."""
-    return Path(text).expanduser()
+    try:
+        return Path(in_home(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 RecipeFile = Annotated[

@@ -45,7 +45,7 @@ def _in_words(error: BaseException) -> str:
 def load_function(text: str) -> tuple[str, UserFunction]:
     """PATH.py:NAME as the function's name and the function `NAME(answer, reference, row)`. Raises FinetuneError."""
     path_text, colon, name = text.rpartition(":")
-    path = Path(path_text).expanduser()
+    path = Path(os.path.expanduser(path_text))
     if not colon or path.suffix != ".py" or not name.isidentifier():
         raise FinetuneError(f"--scorer {text}: write a file and a function in it, as my_metric.py:score")
     if not path.is_file():

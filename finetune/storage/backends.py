@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +23,31 @@ from finetune.hub.branch import HubBranch
 from finetune.hub.bucket import HubBucket
 from finetune.hub.client import classify_error
 from finetune.output_stream import one_line
+from finetune.paths import open_regular, read_regular
 from finetune.recipe.storage_address import HUB_BRANCH, HUB_BUCKET
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.wording import install_command
 
+MOST_SMALL_BYTES = 16 * 2**20  # of an entry or a lease: 1,024 ranks' files are 200 kB
 CONNECT_SECONDS, READ_SECONDS = 10, 300  # of one request to an object store
+CONFLICT_SECONDS, CONFLICTS = 1.0, 3  # S3 answers 409 while another request for the name is on its way
+NO_BUCKET = re.compile(r"(?i)bucket does not exist|NoSuchBucket")
+# Object stores' answers: their words, what is wrong, the remedy.
+ANSWERS = (
+    (r"request time", "refuses this machine's clock", "set the clock right"),
+    (
+        r"region '?[\w-]*'? is wrong|PermanentRedirect|LocationConstraint|specified endpoint|code: 301",
+        "is in another region",
+        "set AWS_DEFAULT_REGION to the bucket's region",
+    ),
+    (
+        r"checksum|trailer|x-amz-sdk|not implemented|NotImplemented|not supported|implies functionality|code: 501",
+        "does not know what this client sends",
+        "set AWS_REQUEST_CHECKSUM_CALCULATION=when_required and AWS_RESPONSE_CHECKSUM_VALIDATION=when_required",
+    ),
+)
+# Of a folder on a network; other faults of a folder stay.
+MAY_PASS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EHOSTDOWN, errno.ECONNRESET)
 FULL_BUCKET = re.compile(r"quota|storage ?full|storage limit|insufficientstorage|\b507\b|no space")
 
 
@@ -42,10 +63,13 @@ class Storage(Protocol):
         """The names at the top, of objects and folders; empty if nothing is there."""
 
     def read(self, path: str) -> bytes:
-        """A small object. Raises FileNotFoundError."""
+        """A small object. Raises FileNotFoundError. `read_small` looks at its size first."""
+
+    def size(self, path: str) -> int:
+        """An object's bytes. Raises FileNotFoundError."""
 
     def get(self, path: str, target: Path) -> None:
-        """Copy an object into a file. Raises FileNotFoundError."""
+        """Copy an object into a file. Raises FileNotFoundError. `fetch` looks at its size first."""
 
     def begin(self) -> None:
         """Forget puts and removals that wait, of a publication that failed."""
@@ -88,6 +112,21 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
     return storage
 
 
+def read_small(storage: Storage, path: str) -> bytes:
+    """An entry or a lease. Raises FileNotFoundError, and FinetuneError for an object that is too large to be one."""
+    if storage.size(path) > MOST_SMALL_BYTES:
+        raise FinetuneError(f"{storage.url}/{path}: is larger than a run's; name another place in run.storage")
+    return storage.read(path)
+
+
+def fetch(storage: Storage, path: str, target: Path, size: int) -> bool:
+    """Copy an object of `size` bytes into a file. False: it has another size; a larger one is not copied."""
+    if storage.size(path) != size:
+        return False
+    storage.get(path, target)
+    return target.stat().st_size == size
+
+
 class FolderStorage:
     """A folder, perhaps on a network's file system. Each file is complete or absent."""
 
@@ -103,10 +142,15 @@ class FolderStorage:
             return []
 
     def read(self, path: str) -> bytes:
-        return (self._root / path).read_bytes()
+        return read_regular(self._root / path, MOST_SMALL_BYTES, follow=False)
+
+    def size(self, path: str) -> int:
+        with open_regular(self._root / path, follow=False) as file:
+            return os.fstat(file.fileno()).st_size
 
     def get(self, path: str, target: Path) -> None:
-        shutil.copyfile(self._root / path, target)
+        with open_regular(self._root / path, follow=False) as file, open(target, "wb") as copy:
+            shutil.copyfileobj(file, copy, 2**20)
 
     def begin(self) -> None:
         """Nothing waits here."""
@@ -163,7 +207,9 @@ class ObjectStorage:
     def names(self) -> list[str]:
         try:
             found = self._system.ls(self._root, detail=False)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if NO_BUCKET.search(str(error)):  # no place to begin a run in
+                raise
             return []
         return sorted({path.rstrip("/").rpartition("/")[2] for path in found})
 
@@ -172,6 +218,9 @@ class ObjectStorage:
 
     def get(self, path: str, target: Path) -> None:
         self._system.get_file(f"{self._root}/{path}", str(target))
+
+    def size(self, path: str) -> int:
+        return int(self._system.info(f"{self._root}/{path}")["size"])
 
     def begin(self) -> None:
         """Nothing waits here."""
@@ -183,10 +232,22 @@ class ObjectStorage:
             self._system.put_file(str(source), f"{self._root}/{path}")
 
     def create(self, path: str, content: bytes) -> bool:
-        try:
-            self._system.pipe_file(f"{self._root}/{path}", content, mode="create")
-        except FileExistsError:
+        for number in range(1, CONFLICTS + 1):
+            try:
+                self._system.pipe_file(f"{self._root}/{path}", content, mode="create")
+                return True
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno == errno.ENOSYS:  # the condition, because writes without it have succeeded before
+                    self.is_atomic = False
+                    break
+                if number == CONFLICTS or not re.search(r"RequestConflict|OperationAborted|code: 409", str(error)):
+                    raise
+                time.sleep(CONFLICT_SECONDS)
+        if self._system.exists(f"{self._root}/{path}"):
             return False
+        self.put(path, content)
         return True
 
     def remove(self, names: Sequence[str]) -> None:
@@ -200,7 +261,8 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
         return error, False
     reason = hide_secrets(one_line(f"{type(error).__name__}: {error}", 300), known_secrets())
     url, number = storage.url, getattr(error, "errno", None)
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
+    in_folder = isinstance(storage, FolderStorage) and isinstance(error, OSError) and number not in (None, *MAY_PASS)
+    if isinstance(error, FileNotFoundError | NotADirectoryError) and not in_folder:
         return FinetuneError(f"{url}: is not there ({reason}); make the bucket first, or correct its name"), False
     if isinstance(storage, HubBranch | HubBucket):
         found = classify_error(error)
@@ -215,12 +277,15 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
         return EnvironmentMismatch(f"{text}; {remedy}"), found.transient
     if number in (errno.ENOSPC, errno.EDQUOT) or FULL_BUCKET.search(str(error).lower()):
         return FinetuneError(f"{url}: is full ({reason}); free some space there, or raise its quota"), False
-    if "request time" in str(error).lower():
-        return FinetuneError(f"{url}: refuses this machine's clock ({reason}); set the clock right"), False
-    if isinstance(error, PermissionError) or type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
-        remedy = "check the rights of the folder"
-        if not isinstance(storage, FolderStorage):
-            remedy = "check the credentials, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE"
+    if in_folder:
+        doing = "refuses this user" if isinstance(error, PermissionError) else "cannot be used"
+        return FinetuneError(f"{url}: {doing} ({reason}); check the folder, its rights and its disk"), False
+    for words, problem, remedy in ANSWERS:
+        if isinstance(storage, ObjectStorage) and re.search(words, str(error), re.I):
+            return FinetuneError(f"{url}: {problem} ({reason}); {remedy}"), False
+    refused = isinstance(error, PermissionError) or re.search(r"code: 401|Unauthorized", str(error))
+    if refused or type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
+        remedy = "check the credentials, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE"
         return FinetuneError(f"{url}: refuses this user ({reason}); {remedy}"), False
     if isinstance(error, NotImplementedError | TypeError):
         return FinetuneError(f"{url}: this kind of storage cannot do it ({reason}); use s3://, hf:// or file://"), False

@@ -33,7 +33,7 @@ from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.output_stream import one_line
-from finetune.storage.backends import Storage, explain
+from finetune.storage.backends import Storage, explain, read_small
 
 RENEW_SECONDS = 10.0
 WATCH_SECONDS = 45.0  # a renewal may wait for a slow network; a start after a clean end does not watch
@@ -104,7 +104,7 @@ def _numbers(names: Iterable[str]) -> list[int]:
 
 
 def _entry(storage: Storage, number: int) -> Entry:
-    content = storage.read(entry_name(number))
+    content = read_small(storage, entry_name(number))
     try:
         value = json.loads(content)
         checkpoints = tuple(
@@ -113,7 +113,7 @@ def _entry(storage: Storage, number: int) -> Entry:
         found = Entry(
             number,
             int(value["owner"]),
-            str(value["by"]),
+            one_line(value["by"], 120),  # it reaches the terminal
             checkpoints,
             dict(value["records"]),
             str(value["records_folder"]),
@@ -126,9 +126,12 @@ def _entry(storage: Storage, number: int) -> Entry:
             raise ValueError("a file's name")
         if not all(re.fullmatch(r"[0-9]{8}", folder) for folder in folders):
             raise ValueError("a folder's name")
+        numbers = [*found.records.values(), *(size for saved in checkpoints for size in saved.files.values())]
+        if not all(type(size) is int and size >= 0 for size in [*numbers, *(saved.step for saved in checkpoints)]):
+            raise ValueError("a size, or a step")
         if not all(_LISTED.fullmatch(name) for name in found.gone):
             raise ValueError("a name to delete")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise FinetuneError(
             f"{storage.url}/{entry_name(number)}: is not what a run writes ({one_line(error, 80)}); {_OTHER_PREFIX}"
         ) from None
@@ -274,8 +277,8 @@ def _lease(counter: int, *, closed: bool) -> bytes:
 def read_lease(storage: Storage, entry: Entry) -> Mapping[str, Any]:
     """The owner's counter; empty if it wrote none."""
     try:
-        value = json.loads(storage.read(_lease_name(entry.owner)))
-    except (FileNotFoundError, ValueError):
+        value = json.loads(read_small(storage, _lease_name(entry.owner)))
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

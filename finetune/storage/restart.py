@@ -27,7 +27,7 @@ from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of
 from finetune.run_folder.facts import STATE, read_state
 from finetune.run_folder.folder import RunIdentity
-from finetune.storage.backends import Storage, explain, open_storage
+from finetune.storage.backends import Storage, explain, fetch, open_storage
 from finetune.storage.journal import Entry, attempt, check_empty, is_conditional, newest_entry, take_lease
 from finetune.storage.mirror import MIRRORED_FILES, Mirror, with_own_paths
 
@@ -74,8 +74,7 @@ def fetch_records(storage: Storage, entry: Entry | None, folder: Path) -> None:
         return
     for name in sorted({*MIRRORED_FILES, STATE} & entry.records.keys(), key=lambda name: name == STATE):
         temporary = folder / f"{TEMPORARY_PREFIX}{name}"
-        storage.get(f"{entry.records_folder}/{name}", temporary)
-        if temporary.stat().st_size != entry.records[name]:
+        if not fetch(storage, f"{entry.records_folder}/{name}", temporary, entry.records[name]):
             raise FinetuneError(f"{storage.url}/{entry.records_folder}/{name}: has another size than was written")
         os.replace(temporary, folder / name)
 
@@ -136,7 +135,9 @@ def _state_there(storage: Storage, entry: Entry, identity: Mapping[str, Any]) ->
         return None
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / STATE
-        attempt(storage, lambda: storage.get(f"{entry.records_folder}/{STATE}", target))
+        size, path = entry.records[STATE], f"{entry.records_folder}/{STATE}"
+        if not attempt(storage, lambda: fetch(storage, path, target, size)):
+            raise FinetuneError(f"{storage.url}/{path}: has another size than was written")
         state = read_state(Path(folder), f"of {storage.url}; name another place in run.storage")
     assert state is not None
     return state | {"identity": with_own_paths(state["identity"], identity)}
@@ -158,34 +159,39 @@ def _bring(
     staging = run_dir / f"{TEMPORARY_PREFIX}storage"
     damaged: list[str] = []
 
-    def fetch(step: int) -> Checkpoint | None:
+    def fetch_step(step: int) -> Checkpoint | None:
         saved, folder = there[step], staging / f"step-{step:08d}"
         remove_folder(folder)
         folder.mkdir(parents=True)
         problem: Checkpoint | str
         try:
-            for name in saved.files:
-                attempt(storage, lambda: storage.get(saved.path(name), folder / name))  # noqa: B023  # called at once
-            problem = examine(folder)
+            for name, size in saved.files.items():
+                at = saved.path(name), folder / name, size
+                if not attempt(storage, lambda: fetch(storage, *at)):  # noqa: B023  # called at once
+                    problem = f"{name} has another size than was written"
+                    break
+            else:
+                problem = examine(folder)
         except FinetuneError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
             problem = "a file is missing"
         if isinstance(problem, Checkpoint):
             return problem
+        remove_folder(folder)  # what is left there moves into the run folder
         damaged.append(f"{storage.url}/{saved.folder}: step {step}: damaged, not used: {one_line(problem, 300)}")
         log(damaged[-1])
         return None
 
     try:
-        found = next(filter(None, (fetch(step) for step in sorted(there, reverse=True) if step > here)), None)
+        found = next(filter(None, (fetch_step(step) for step in sorted(there, reverse=True) if step > here)), None)
         if found is None and here == 0:
             raise FinetuneError("\n".join([*damaged, f"{storage.url}: none of its checkpoints is complete; delete it"]))
         if found is None:
             return
         best = read_state_of(found).get("best_step") if exports_best else None
         steps = [found.step]
-        if best in there and best != found.step and best not in checkpoint_steps(run_dir) and fetch(best):
+        if best in there and best != found.step and best not in checkpoint_steps(run_dir) and fetch_step(best):
             steps.append(best)
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         for step in steps:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from finetune.errors import FinetuneError
 from finetune.storage import journal
+from finetune.storage.backends import ObjectStorage, Storage
 from finetune.storage.journal import Entry, Lease, Saved, newest_entry, take_lease
 from tests.support.runs.faulty_storage import FaultyStorage
 
@@ -325,17 +328,40 @@ def take_lease_quickly(storage: FaultyStorage, before: Entry | None) -> Lease:
         (PermissionError(errno.EACCES, "denied"), "refuses this user"),
         (PermissionError(errno.EACCES, "denied", "00000507.json"), "refuses this user"),
         (OSError(errno.ENOSPC, "No space left on device"), "is full"),
-        (FileNotFoundError(errno.ENOENT, "NoSuchBucket"), "is not there"),
-        (OSError(5, "XMinioStorageFull: Storage backend has reached its minimum free drive threshold"), "is full"),
-        (TimeoutError("read timed out"), "cannot be reached"),
-        (ConnectionResetError("reset"), "cannot be reached"),
+        (OSError(errno.EFBIG, "File too large"), "cannot be used"),
+        (OSError(errno.EROFS, "Read-only file system"), "cannot be used"),
+        (OSError(errno.ELOOP, "is a link, not a file"), "cannot be used"),
+        (FileNotFoundError(errno.ENOENT, "No such file"), "cannot be used"),
+        (OSError(errno.ESTALE, "Stale file handle"), "cannot be reached"),
     ],
 )
-def test_a_fault_is_one_line_with_place_and_remedy(url: str, error: Exception, line: str) -> None:
-    storage = FaultyStorage(url)
+def test_a_folders_fault_is_one_line_with_its_remedy(url: str, error: Exception, line: str) -> None:
+    check_fault(FaultyStorage(url), error, line, "network" if "reached" in line else "folder|free some space")
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "remedy"),
+    [
+        (FileNotFoundError(errno.ENOENT, "NoSuchBucket"), "is not there", "make the bucket"),
+        (PermissionError("Access Denied"), "refuses this user", "credentials"),
+        (OSError(errno.EIO, "An error occurred (Unauthorized), HTTP Status code: 401"), "refuses this user", "AWS_ACC"),
+        (OSError(5, "XMinioStorageFull: Storage backend has reached its minimum free drive"), "is full", "quota"),
+        (OSError(errno.ENOSYS, "A header you provided implies functionality"), "does not know", "_CHECKSUM_CALC"),
+        (OSError(errno.EINVAL, "Unsupported header 'x-amz-checksum-crc32'"), "does not know", "=when_required"),
+        (OSError(errno.EINVAL, "the region 'us-east-1' is wrong; expecting 'eu-central-1'"), "is in another", "REGION"),
+        (PermissionError("IllegalLocationConstraintException: unspecified"), "is in another region", "REGION"),
+        (TimeoutError("read timed out"), "cannot be reached", "network"),
+        (ConnectionResetError("reset"), "cannot be reached", "network"),
+    ],
+)
+def test_an_object_stores_fault_is_one_line_with_its_remedy(error: Exception, line: str, remedy: str) -> None:
+    check_fault(ObjectStorage("s3://bucket/run", MemoryFileSystem()), error, line, remedy)
+
+
+def check_fault(storage: Storage, error: Exception, line: str, remedy: str) -> None:
     found, may_pass = journal.explain(storage, error)
-    assert str(found).startswith(f"{url}: {line}")
-    assert "; " in str(found)
+    assert str(found).startswith(f"{storage.url}: {line}")
+    assert re.search(f"; [^;]*({remedy})", str(found)), str(found)
     assert "\n" not in str(found)
     assert may_pass == (line == "cannot be reached")
 

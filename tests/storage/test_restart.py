@@ -282,7 +282,8 @@ def test_a_fault_before_training_is_one_line_and_exit_2(
     (tmp_path / "file").write_text("")
     assert main([str(recipe), f"run.storage=file://{tmp_path}/file/x"]) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert told.startswith(f"run.storage: file://{tmp_path}/file/x: is not there (NotADirectoryError: ")
+    assert told.startswith(f"run.storage: file://{tmp_path}/file/x: cannot be used (NotADirectoryError: ")
+    assert told.endswith("; check the folder, its rights and its disk")
     assert not (tmp_path / "first").exists()
 
 

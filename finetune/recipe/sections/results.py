@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from finetune.recipe.metric_names import MetricChoice, WrongMetric, read_metric
 from finetune.recipe.sections.base import Count, CrossCheck, Interval, Local, Section, WholeNumber, refuse
+from finetune.recipe.storage_address import storage_address, storage_problem
 from finetune.recipe.yaml_text import shown
 
 
@@ -27,13 +28,16 @@ class RunLimits(Section):
         "hf://buckets/OWNER/NAME/PREFIX, file:///FOLDER. One place for each run. null: nowhere.",
     )
 
+    @field_validator("storage")
+    @classmethod
+    def storage_without_slash(cls, text: str | None) -> str | None:
+        return text and storage_address(text)
+
     @model_validator(mode="after")
     def storage_is_an_address(self) -> RunLimits:
         """Check the address's form. A start asks the storage itself."""
         if self.storage is None:
             return self
-        from finetune.recipe.storage_address import storage_problem
-
         if (found := storage_problem(self.storage)) is not None:
             refuse([CrossCheck("storage", f"{shown(self.storage)} {found[0]}", found[1])])
         return self
