@@ -30,6 +30,7 @@ from finetune.output_stream import one_line
 from finetune.paths import kind_of_file, open_regular, regular_descriptor
 
 TEMPORARY_PREFIX = ".tmp-"
+MOST_LINES_BYTES = 4 * 2**30  # a line a step is 300 bytes: of ten million steps
 MOST_SEALED_BYTES = 64 * 2**20  # a cache's facts have some kB
 
 
@@ -204,7 +205,7 @@ def refuse_other_kinds(folder: Path, names: Iterable[str]) -> None:
     for path in (folder / name for name in names):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
-            raise FinetuneError(f"{path}: is {kind}, not the run's own file; remove it, or choose another output_dir")
+            raise FinetuneError(f"{path}: is {kind}, not the run's own file; remove it, or choose another folder")
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -213,11 +214,11 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     Numbers keep their full precision. NaN and infinity, which JSON lacks, become null.
     """
     with disk_errors(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        descriptor = regular_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
     try:
         with disk_errors(path):
             for row in rows:
-                line = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
+                line = (json.dumps(finite_values(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
                 written = os.write(descriptor, line)
                 if written != len(line):  # the disk filled up within the line
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -257,7 +258,12 @@ def _later(row: Mapping[str, Any], last_step: int) -> bool:
 def _lines(path: Path, last_bytes: int | None = None) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
     """Each line and its value; None if it is torn."""
     with open_regular(path) as file:
-        if last_bytes is not None and (start := os.fstat(file.fileno()).st_size - last_bytes) > 0:
+        size = os.fstat(file.fileno()).st_size
+        if last_bytes is None and size > MOST_LINES_BYTES:
+            raise FinetuneError(
+                f"{path}: is larger than {MOST_LINES_BYTES // 2**30} GiB; take the file of the run itself"
+            )
+        if last_bytes is not None and (start := size - last_bytes) > 0:
             file.seek(start - 1)
             file.readline()  # the end of the line before
         for line in file:
@@ -267,7 +273,8 @@ def _lines(path: Path, last_bytes: int | None = None) -> Iterator[tuple[dict[str
             yield (row if line.endswith(b"\n") and isinstance(row, dict) else None), line
 
 
-def _finite(value: Any) -> Any:
+def finite_values(value: Any) -> Any:
+    """A value for JSON, which has no NaN and no infinity: they become null."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value
@@ -275,9 +282,9 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (str, int)) or value is None:
         return value
     if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: finite_values(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
+        return [finite_values(entry) for entry in value]
     return value
 
 
@@ -357,6 +364,7 @@ def making(target: Path) -> Iterator[Path]:
     """
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
     held, file = None, temporary.with_name(f"{temporary.name}.lock")
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         held = lock(file, wait_seconds=0)
     except BlockingIOError as error:

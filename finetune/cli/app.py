@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune.errors import FinetuneError
+from finetune.files import finite_values
 from finetune.output_stream import wrapped
 from finetune.paths import in_home
 
@@ -137,6 +138,6 @@ def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None  # 128 + SIGINT, as shells report it
     if as_json:
-        typer.echo(json.dumps(result))
+        typer.echo(json.dumps(finite_values(result)))
     if code := result.get("exit_code"):
         raise typer.Exit(code)

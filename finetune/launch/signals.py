@@ -99,7 +99,7 @@ def grace_period(environment: Mapping[str, str] = os.environ) -> tuple[float, st
     The job file's word counts before an engine's usual period, and torchrun's own limit always.
     """
     known = []
-    if environment.get(GRACE_VARIABLE, "").isdigit():
+    if environment.get(GRACE_VARIABLE, "").isdecimal():
         known.append((float(environment[GRACE_VARIABLE]), GRACE_VARIABLE))
     elif "SLURM_JOB_ID" in environment:
         known.append((USUAL_GRACE, "Slurm"))
@@ -107,7 +107,7 @@ def grace_period(environment: Mapping[str, str] = os.environ) -> tuple[float, st
         known.append((USUAL_GRACE, "Kubernetes"))
     if BY_TORCHRUN in environment:
         limit = environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-        known.append((float(limit) if limit.isdigit() else USUAL_GRACE, "torchrun"))
+        known.append((float(limit) if limit.isdecimal() else USUAL_GRACE, "torchrun"))
     return min(known, default=None)
 
 

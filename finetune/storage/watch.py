@@ -45,7 +45,7 @@ def _read(storage: Storage, folder: Path) -> RunStatus:
     entry = _fetched(storage, folder)
     lease, silent, checkpoint = read_lease(storage, entry), None, None
     if lease and not lease.get("closed") and isinstance(lease.get("seconds"), int | float):
-        silent = max(0.0, time.time() - lease["seconds"])
+        silent = max(0.0, time.time() - min(max(lease["seconds"], 0), 2**53))
     if entry.checkpoints:
         newest = entry.checkpoints[-1]
         checkpoint = {"step": newest.step, "where": f"{storage.url}/{newest.path('')}".rstrip("/")}
