@@ -40,7 +40,7 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(
     if kind == "link":
         (tmp_path / "file").unlink()
         (tmp_path / "file").symlink_to("mine")
-    with pytest.raises((OSError, FinetuneError), match="(?i)is a (link|pipe|directory)|No such device"):
+    with pytest.raises((OSError, FinetuneError), match=r"(?i)is a (link|pipe|directory)|No such device"):
         write(tmp_path / "file")
     assert not is_locked(tmp_path / "file")
     assert (tmp_path / "mine").read_text() == "mine"

@@ -47,6 +47,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 BROKEN_OFF = "broken off without saving"
 STARTED_AT = time.monotonic()  # of this process: a trainer imports this file before torch
 GRACE_VARIABLE = "FINETUNE_GRACE_SECONDS"  # job files set it: nothing tells a process how long its engine waits
+FIRST_SIGNAL = "FINETUNE_SIGNAL_FILE"  # descriptor of a file, into which local_ranks.py writes the signal that it got
 USUAL_GRACE = 30.0  # seconds: torchrun's, Kubernetes', and Slurm's KillWait
 SECONDS_TO_LEAVE = 3.0  # from a signal in a phase without steps to the end of the process
 
@@ -91,6 +92,17 @@ class StopRequest:
             yield
         finally:
             self.in_steps = False
+
+
+def signal_name(number: int) -> str:
+    """The signal that the user sent. `finetune train` passes each on to its ranks as SIGTERM."""
+    descriptor = os.environ.get(FIRST_SIGNAL, "")
+    if number == signal.SIGTERM and descriptor.isdecimal():
+        with suppress(OSError):
+            name = os.pread(int(descriptor), 20, 0).decode("ascii", "replace")
+            if name in signal.Signals.__members__:
+                return name
+    return signal.Signals(number).name
 
 
 def grace_period(environment: Mapping[str, str] = os.environ) -> tuple[float, str] | None:
@@ -186,7 +198,7 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
         interrupted |= number == signal.SIGINT
         if request.signal_name is not None:
             return
-        request.signal_name, request.came_in_steps = signal.Signals(number).name, request.in_steps
+        request.signal_name, request.came_in_steps = signal_name(number), request.in_steps
         if not request.in_steps:
             raise Interrupted(STOPPED)
         if announce:

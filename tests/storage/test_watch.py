@@ -126,7 +126,9 @@ def test_numbers_that_no_run_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "00000002.json: is not what a run writes (" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("seconds", [10**400, -(10**400), 1e999, float("nan"), True], ids=["large", "small", "inf", "nan", "true"])
+@pytest.mark.parametrize(
+    "seconds", [10**400, -(10**400), 1e999, float("nan"), True], ids=["large", "small", "inf", "nan", "true"]
+)
 def test_a_counters_time_that_no_owner_writes(tmp_path: Path, seconds: float) -> None:
     url = stored(tmp_path, {"state": "running"})
     (tmp_path / "store" / "lease-00000001.json").write_text(json.dumps({"counter": 1, "seconds": seconds}))
