@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-OBJECT_STORES = ("s3", "gs", "az")  # by fsspec; the last two are untried
+OBJECT_STORES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # by fsspec, and its package; the last two are untried
 ADDRESS_EXAMPLES = "write s3://BUCKET/PREFIX, hf://OWNER/NAME@BRANCH, hf://buckets/OWNER/NAME/PREFIX or file:///FOLDER"
 _PART = r"[A-Za-z0-9][\w.-]*"
 HUB_BRANCH = re.compile(rf"hf://({_PART}/{_PART})@({_PART}(?:/{_PART})*)")

@@ -24,7 +24,7 @@ from finetune.hub.bucket import HubBucket
 from finetune.hub.client import classify_error
 from finetune.output_stream import one_line
 from finetune.paths import open_regular, read_regular
-from finetune.recipe.storage_address import HUB_BRANCH, HUB_BUCKET
+from finetune.recipe.storage_address import HUB_BRANCH, HUB_BUCKET, OBJECT_STORES
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.wording import install_command
 
@@ -102,8 +102,8 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
             options["config_kwargs"] = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS}
         storage = ObjectStorage(url, fsspec.filesystem(scheme, **options))
     except ImportError as error:
-        needed = {"gs": "gcsfs", "az": "adlfs", "hf": "hf_xet"}.get(url.partition("://")[0])
-        remedy = f"pip install {needed}" if needed else f"in the checkout: {install_command('storage')}"
+        needed = {**OBJECT_STORES, "hf": "hf_xet"}[url.partition("://")[0]]
+        remedy = f"in the checkout: {install_command('storage')}" if needed == "s3fs" else f"pip install {needed}"
         raise FinetuneError(f"{url}: a package is missing ({' '.join(str(error).split())}); {remedy}") from None
     if scheme == "s3" and not storage.is_atomic:
         raise FinetuneError(

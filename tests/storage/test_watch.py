@@ -153,6 +153,10 @@ def test_job_files_carry_the_credentials_names() -> None:
     assert "A job's disk ends with it" not in on_hub
     assert "With run.storage=" in job_of("hf-jobs", "hub.push=true", "hub.repo_id=me/devils")
     assert "name: storage" in job_of("kubeflow", "run.storage=s3://bucket/x")
+    for address, package in {"s3": "s3fs, as the Dockerfile's has", "gs": "gcsfs, which", "az": "adlfs, which"}.items():
+        for on in ("kubeflow", "hf-jobs"):
+            assert package in job_of(on, f"run.storage={address}://bucket/x"), "else the job ends at its start"
+    assert "Dockerfile" not in on_hub
     assert "envFrom" not in job_of("kubeflow")
 
 
