@@ -75,6 +75,19 @@ def test_one_process_makes_a_folder_and_a_killed_ones_rest_does_not_matter(tmp_p
     assert sorted(path.name for path in target.parent.iterdir()) == ["product"]
 
 
+def test_an_edit_that_keeps_a_files_size_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "product" / "deep").mkdir(parents=True)
+    for name in ("a.txt", "deep/b.txt"):
+        (tmp_path / "product" / name).write_text("as exported")
+    write_record(tmp_path / "product", "record.json", {"run": "x"})
+    refuse_foreign(tmp_path / "product", "record.json", below=tmp_path)
+    for name in ("a.txt", "deep/b.txt"):
+        (tmp_path / "product" / name).write_text("as I edited")
+        with pytest.raises(FinetuneError, match=f"{name}: was changed after the export"):
+            refuse_foreign(tmp_path / "product", "record.json", below=tmp_path)
+        (tmp_path / "product" / name).write_text("as exported")
+
+
 def test_a_file_system_without_locks_makes_folders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lockf(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,21 @@ def test_an_imitated_exclusive_write_is_found_out(
         return
     with pytest.raises(FinetuneError, match=r"keeps no two writers apart; pip install 's3fs>=2024.12'"):
         open_storage("s3://bucket/run")
+
+
+@pytest.mark.parametrize("operation", ["put", "create"])
+def test_a_files_bytes_are_on_the_disk_before_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """A power cut between the two leaves no named file without its bytes."""
+    done: list[tuple[str, str]] = []
+    monkeypatch.setattr(backends, "sync", lambda path: done.append(("sync", Path(path).name)))
+    for name in ("link", "replace"):
+        act = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda a, b, act=act: [done.append(("name", Path(a).name)), act(a, b)])
+    getattr(open_storage(f"file://{tmp_path}/store"), operation)("00000001.json", b"content")
+    assert done[0][0] == "sync"
+    assert done[1] == ("name", done[0][1])
 
 
 CONFLICT = OSError(errno.EIO, "An error occurred (ConditionalRequestConflict) when calling the PutObject operation")

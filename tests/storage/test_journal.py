@@ -125,6 +125,18 @@ def test_a_superseded_owner_publishes_nothing_and_names_the_other(url: str, leas
     assert [saved.step for saved in check_whole(url).checkpoints] == [2, 3]
 
 
+def test_a_living_owner_notices_by_itself_that_it_was_superseded(url: str, leases: list[Lease]) -> None:
+    """It slept for longer than the other watched. It need not wait for its next save, which may be hours away."""
+    first = taken(url, leases)
+    newer = Entry(2, 2, "process 7 on another", token="x")
+    assert first.storage.create(newer.name, newer.as_bytes())
+    end = time.monotonic() + 5
+    while first.lost is None and time.monotonic() < end:
+        time.sleep(0.02)
+    assert first.lost is not None
+    assert "another start has taken over this run (process 7 on another)" in first.lost
+
+
 @pytest.mark.parametrize("at", ["put", "create"])
 def test_a_take_over_in_the_middle_of_a_publication(url: str, leases: list[Lease], at: str) -> None:
     """The old owner has looked, and uploads. The new one chooses its start then: no later checkpoint may appear."""

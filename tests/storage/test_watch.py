@@ -44,6 +44,7 @@ def stored(tmp_path: Path, state: dict[str, object], *, seconds: float = 0.0, cl
     [
         ({"state": "running"}, 5.0, False, "running"),
         ({"state": "running"}, 3600.0, False, "dead"),
+        ({"state": "running"}, 3600.0, True, "running"),  # it said that it ended: no counter is watched
         ({"state": "stopped", "reason": "SIGTERM"}, 3600.0, True, "stopped"),
         ({"state": "finished"}, 3600.0, True, "finished"),
     ],
