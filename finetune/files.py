@@ -260,9 +260,7 @@ def _lines(path: Path, last_bytes: int | None = None) -> Iterator[tuple[dict[str
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if last_bytes is None and size > MOST_LINES_BYTES:
-            raise FinetuneError(
-                f"{path}: is larger than {MOST_LINES_BYTES // 2**30} GiB; take the file of the run itself"
-            )
+            raise FinetuneError(f"{path}: is larger than a run's; take the file of the run itself")
         if last_bytes is not None and (start := size - last_bytes) > 0:
             file.seek(start - 1)
             file.readline()  # the end of the line before

@@ -54,7 +54,7 @@ def regular_descriptor(path: str | os.PathLike[str], flags: int) -> int:
     forever. With O_NOFOLLOW for a link too: writing through one would change a file elsewhere.
     """
     if flags & os.O_NOFOLLOW and os.path.islink(path):
-        raise OSError(errno.ELOOP, "is a link, not a file", str(path))
+        raise OSError(errno.ELOOP, f"{os.path.basename(path)} is a link, not a file", str(path))
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind == stat.S_IFREG:

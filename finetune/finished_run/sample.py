@@ -26,7 +26,7 @@ import torch
 
 from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError
-from finetune.files import append_lines, disk_errors, lock, read_lines, refuse_other_kinds, write_json, write_text
+from finetune.files import append_lines, disk_errors, lock, read_lines, write_json, write_text
 from finetune.finished_run.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
 from finetune.finished_run.endpoint import Drawn, KeptAnswers, conversations, endpoint_answers, server_notes
 from finetune.finished_run.kept_rows import kept_rows, sampled_figures
@@ -186,7 +186,6 @@ class _Record:
             raise FinetuneError(f"--output {folder}: holds other files; name another folder")
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            refuse_other_kinds(folder, (LOCK,))
             try:
                 self.locked = lock(folder / LOCK, wait_seconds=0)
             except BlockingIOError as error:

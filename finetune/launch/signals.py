@@ -96,13 +96,12 @@ class StopRequest:
 
 def signal_name(number: int) -> str:
     """The signal that the user sent. `finetune train` passes each on to its ranks as SIGTERM."""
-    descriptor = os.environ.get(FIRST_SIGNAL, "")
-    if number == signal.SIGTERM and descriptor.isdecimal():
-        with suppress(OSError):
-            name = os.pread(int(descriptor), 20, 0).decode("ascii", "replace")
-            if name in signal.Signals.__members__:
-                return name
-    return signal.Signals(number).name
+    name = signal.Signals(number).name
+    with suppress(OSError, ValueError):  # another launcher has no such file
+        passed_on = os.pread(int(os.environ.get(FIRST_SIGNAL, "")), 20, 0).decode("ascii", "replace")
+        if number == signal.SIGTERM and passed_on in signal.Signals.__members__:
+            return passed_on
+    return name
 
 
 def grace_period(environment: Mapping[str, str] = os.environ) -> tuple[float, str] | None:

@@ -32,19 +32,11 @@ MOST_SMALL_BYTES = 16 * 2**20  # of an entry or a lease: 1,024 ranks' files are 
 CONNECT_SECONDS, READ_SECONDS = 10, 300  # of one request to an object store
 CONFLICT_SECONDS, CONFLICTS = 1.0, 3  # S3 answers 409 while another request for the name is on its way
 NO_BUCKET = re.compile(r"(?i)bucket does not exist|NoSuchBucket")
-# Object stores' answers: their words, what is wrong, the remedy.
-ANSWERS = (
-    (r"request time", "refuses this machine's clock", "set the clock right"),
-    (
-        r"region '?[\w-]*'? is wrong|PermanentRedirect|LocationConstraint|specified endpoint|code: 301",
-        "is in another region",
-        "set AWS_DEFAULT_REGION to the bucket's region",
-    ),
-    (
-        r"checksum|trailer|x-amz-sdk|not implemented|NotImplemented|not supported|implies functionality|code: 501",
-        "does not know what this client sends",
-        "set AWS_REQUEST_CHECKSUM_CALCULATION=when_required and AWS_RESPONSE_CHECKSUM_VALIDATION=when_required",
-    ),
+WHEN_REQUIRED = "set AWS_REQUEST_CHECKSUM_CALCULATION and AWS_RESPONSE_CHECKSUM_VALIDATION to when_required"
+ANSWERS = (  # of object stores: their words, what is wrong, the remedy
+    ("request time", "refuses this machine's clock", "set the clock right"),
+    ("region .* wrong|Redirect|LocationConstraint|code: 301", "is in another region", "set AWS_DEFAULT_REGION to it"),
+    ("checksum|trailer|sha256|MD5|implement|code: 501", "does not know what this client sends", WHEN_REQUIRED),
 )
 # Of a folder on a network; other faults of a folder stay.
 MAY_PASS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EHOSTDOWN, errno.ECONNRESET)
@@ -250,13 +242,18 @@ class ObjectStorage:
         self.put(path, content)
         return True
 
+    def renew(self) -> None:
+        """Read the credentials again: a profile's file may have newer ones."""
+        system = self._system
+        self._system = type(system)(*system.storage_args, skip_instance_cache=True, **system.storage_options)
+
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
             self._system.rm(f"{self._root}/{name}", recursive=True)
 
 
 def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool]:
-    """A failed operation as one line, and whether another try may succeed."""
+    """A failed operation as one line, and whether another try may succeed. Expired credentials are read again."""
     if isinstance(error, FinetuneError):
         return error, False
     reason = hide_secrets(one_line(f"{type(error).__name__}: {error}", 300), known_secrets())
@@ -283,9 +280,14 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
     for words, problem, remedy in ANSWERS:
         if isinstance(storage, ObjectStorage) and re.search(words, str(error), re.I):
             return FinetuneError(f"{url}: {problem} ({reason}); {remedy}"), False
+    if isinstance(storage, ObjectStorage) and re.search("ExpiredToken|token.* expired", str(error)):
+        storage.renew()
+        return EnvironmentMismatch(f"{url}: the credentials have expired ({reason}); renew them"), True
     refused = isinstance(error, PermissionError) or re.search(r"code: 401|Unauthorized", str(error))
     if refused or type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
         remedy = "check the credentials, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE"
+        if "SignatureDoesNotMatch" in str(error) or "signature" in str(error).lower():
+            remedy += f"; for a store other than AWS {WHEN_REQUIRED}"
         return FinetuneError(f"{url}: refuses this user ({reason}); {remedy}"), False
     if isinstance(error, NotImplementedError | TypeError):
         return FinetuneError(f"{url}: this kind of storage cannot do it ({reason}); use s3://, hf:// or file://"), False

@@ -33,7 +33,7 @@ from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.output_stream import one_line
-from finetune.storage.backends import Storage, explain, read_small
+from finetune.storage.backends import WHEN_REQUIRED, Storage, explain, read_small
 
 RENEW_SECONDS = 10.0
 WATCH_SECONDS = 45.0  # a renewal may wait for a slow network; a start after a clean end does not watch
@@ -132,9 +132,9 @@ def _entry(storage: Storage, number: int) -> Entry:
         if not all(_LISTED.fullmatch(name) for name in found.gone):
             raise ValueError("a name to delete")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise FinetuneError(
-            f"{storage.url}/{entry_name(number)}: is not what a run writes ({one_line(error, 80)}); {_OTHER_PREFIX}"
-        ) from None
+        remedy = WHEN_REQUIRED if b"x-amz-checksum" in content else _OTHER_PREFIX  # a store that keeps it in the object
+        place = f"{storage.url}/{entry_name(number)}"
+        raise FinetuneError(f"{place}: is not what a run writes ({one_line(error, 80)}); {remedy}") from None
     return found
 
 
@@ -297,11 +297,11 @@ def take_lease(storage: Storage, before: Entry | None, log: Callable[[str], None
     storage.begin()
     if storage.is_shared:
         storage.put(_lease_name(number), _lease(0, closed=False))
-    is_new = storage.create(entry.name, entry.as_bytes())
+    storage.create(entry.name, entry.as_bytes())
     if not storage.is_atomic:  # another start may have looked before this one wrote; the later entry counts
         time.sleep(SETTLE_SECONDS)
-        is_new = False
-    if not is_new and _entry(storage, number).token != entry.token:
+    # Read back always: a store may keep something else than it was given, and answer that all is well.
+    if _entry(storage, number).token != entry.token:
         raise _in_use(storage, newest_entry(storage), "began at the same moment")
     return Lease(storage, entry)
 

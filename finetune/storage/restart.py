@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,13 @@ def _fetched_records(url: str, private: bool) -> Path:
     return folder
 
 
-def fetch_records(storage: Storage, entry: Entry | None, folder: Path) -> None:
+def fetch_records(
+    storage: Storage, entry: Entry | None, folder: Path, names: Collection[str] = (*MIRRORED_FILES, STATE)
+) -> None:
     """Copy an entry's records into a folder, run_state.json last. Raises FinetuneError for one that is torn."""
-    if entry is None:
-        return
-    for name in sorted({*MIRRORED_FILES, STATE} & entry.records.keys(), key=lambda name: name == STATE):
+    for name in names if entry is not None else ():
+        if name not in entry.records:
+            continue
         temporary = folder / f"{TEMPORARY_PREFIX}{name}"
         if not fetch(storage, f"{entry.records_folder}/{name}", temporary, entry.records[name]):
             raise FinetuneError(f"{storage.url}/{entry.records_folder}/{name}: has another size than was written")
@@ -134,10 +136,7 @@ def _state_there(storage: Storage, entry: Entry, identity: Mapping[str, Any]) ->
     if STATE not in entry.records:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / STATE
-        size, path = entry.records[STATE], f"{entry.records_folder}/{STATE}"
-        if not attempt(storage, lambda: fetch(storage, path, target, size)):
-            raise FinetuneError(f"{storage.url}/{path}: has another size than was written")
+        attempt(storage, lambda: fetch_records(storage, entry, Path(folder), [STATE]))
         state = read_state(Path(folder), f"of {storage.url}; name another place in run.storage")
     assert state is not None
     return state | {"identity": with_own_paths(state["identity"], identity)}
@@ -165,13 +164,9 @@ def _bring(
         folder.mkdir(parents=True)
         problem: Checkpoint | str
         try:
-            for name, size in saved.files.items():
-                at = saved.path(name), folder / name, size
-                if not attempt(storage, lambda: fetch(storage, *at)):  # noqa: B023  # called at once
-                    problem = f"{name} has another size than was written"
-                    break
-            else:
-                problem = examine(folder)
+            places = [(saved.path(name), folder / name, size) for name, size in saved.files.items()]
+            fits = all(attempt(storage, functools.partial(fetch, storage, *place)) for place in places)
+            problem = examine(folder) if fits else "a file has another size than was written"
         except FinetuneError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise

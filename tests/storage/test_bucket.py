@@ -92,9 +92,7 @@ def test_names_that_begin_alike_are_another_runs(
     """Whatever the Hub lists for `devils/`: files of `devils2` are neither seen nor deleted."""
     storage, beside = opened(), opened(f"{URL}2")
     storage.put("00000001/a", b"mine")
-    beside.put(
-        "0000001/a", b"another run's"
-    )
+    beside.put("0000001/a", b"another run's")
     beside.put("x00000001/a", b"another run's")
     tree = storage._api.list_bucket_tree
     monkeypatch.setattr(

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -358,8 +359,15 @@ def test_a_folders_fault_is_one_line_with_its_remedy(url: str, error: Exception,
         (PermissionError("Access Denied"), "refuses this user", "credentials"),
         (OSError(errno.EIO, "An error occurred (Unauthorized), HTTP Status code: 401"), "refuses this user", "AWS_ACC"),
         (OSError(5, "XMinioStorageFull: Storage backend has reached its minimum free drive"), "is full", "quota"),
-        (OSError(errno.ENOSYS, "A header you provided implies functionality"), "does not know", "_CHECKSUM_CALC"),
-        (OSError(errno.EINVAL, "Unsupported header 'x-amz-checksum-crc32'"), "does not know", "=when_required"),
+        (OSError(errno.ENOSYS, "A header implies functionality that is not implemented"), "does not know", "CHECKSUM"),
+        (
+            OSError(errno.EINVAL, "'x-amz-content-sha256' header does not match"),
+            "does not know",
+            "CHECKSUM",
+        ),
+        (OSError(errno.EINVAL, "Missing required header for this request: Content-MD5"), "does not know", "CHECKSUM"),
+        (PermissionError("SignatureDoesNotMatch"), "refuses this user", "for a store other than AWS .*_CHECKSUM_CALC"),
+        (OSError(errno.EINVAL, "Unsupported header 'x-amz-checksum-crc32'"), "does not know", "to when_required"),
         (OSError(errno.EINVAL, "the region 'us-east-1' is wrong; expecting 'eu-central-1'"), "is in another", "REGION"),
         (PermissionError("IllegalLocationConstraintException: unspecified"), "is in another region", "REGION"),
         (TimeoutError("read timed out"), "cannot be reached", "network"),
@@ -393,3 +401,47 @@ def test_an_entry_names_no_file_elsewhere(tmp_path: Path, url: str, leases: list
     (tmp_path / "store" / "00000001.json").write_bytes(entry)
     with pytest.raises(FinetuneError, match="is not what a run writes"):
         newest_entry(lease.storage)
+
+
+class Renewed(MemoryFileSystem):  # type: ignore[misc]
+    """A client that reads its token when it is made."""
+
+    token = "1"
+    cachable = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.mine = Renewed.token
+
+    def put_file(self, source: str, target: str, **options: Any) -> None:
+        if self.mine != "3":
+            raise PermissionError("The provided token has expired., HTTP Status code: 400")
+
+
+@pytest.mark.parametrize("token", ["2", "3"])
+def test_credentials_that_expired_are_read_again(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run outlives its token. Somebody renews it in the profile's file; else the line says what to do."""
+    storage = ObjectStorage("s3://bucket/run", Renewed(use_listings_cache=False))
+    for newer in ("2", token):
+        monkeypatch.setattr(Renewed, "token", newer)
+        if newer == "3":
+            journal.attempt(storage, lambda: storage.put("a", Path(__file__)))
+            return
+        with pytest.raises(FinetuneError, match=r"the credentials have expired .*; renew them"):
+            journal.attempt(storage, lambda: storage.put("a", Path(__file__)))
+
+
+@pytest.mark.parametrize("kept", [b"5\r\n%s\r\n0\r\nx-amz-checksum-crc32:6da4RA==\r\n\r\n", b"nothing at all"])
+def test_a_store_that_keeps_something_else_is_found_out_at_once(url: str, tmp_path: Path, kept: bytes) -> None:
+    """Some stores write the client's checksum into the object, and answer 200."""
+    storage = FaultyStorage(url)
+
+    def spoil(operation: str, path: str) -> None:
+        if operation == "create":
+            file = tmp_path / "store" / path
+            file.write_bytes(kept.replace(b"%s", file.read_bytes()))
+
+    storage.after = spoil
+    remedy = "AWS_REQUEST_CHECKSUM_CALCULATION" if b"amz" in kept else "name another place"
+    with pytest.raises(FinetuneError, match=rf"00000001\.json: is not what a run writes .*{remedy}"):
+        take_lease(storage, None, lambda _: None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator, model_validator
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, model_validator
 
 from finetune.recipe.metric_names import MetricChoice, WrongMetric, read_metric
 from finetune.recipe.sections.base import Count, CrossCheck, Interval, Local, Section, WholeNumber, refuse
@@ -20,18 +22,13 @@ class RunLimits(Section):
         "after a date with its zone, 2026-11-28T18:00+01:00. Each start counts anew. null: no limit.",
     )
 
-    storage: str | None = Field(
+    storage: Annotated[str, AfterValidator(storage_address)] | None = Field(
         None,
         min_length=1,
         description="Where the newest checkpoint and the run's records are copied in the background, and from where a "
         "start on an empty machine continues: s3://BUCKET/PREFIX, hf://OWNER/NAME@BRANCH, "
         "hf://buckets/OWNER/NAME/PREFIX, file:///FOLDER. One place for each run. null: nowhere.",
     )
-
-    @field_validator("storage")
-    @classmethod
-    def storage_without_slash(cls, text: str | None) -> str | None:
-        return text and storage_address(text)
 
     @model_validator(mode="after")
     def storage_is_an_address(self) -> RunLimits:
