@@ -62,7 +62,8 @@ def regular_descriptor(path: str | os.PathLike[str], flags: int) -> int:
     os.close(descriptor)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, kind_of_file(kind), str(path))
+    name = f"{os.path.basename(path)} " if flags & os.O_NOFOLLOW else ""  # of a lock, whose folder the message names
+    raise OSError(errno.EINVAL, f"{name}{kind_of_file(kind)}", str(path))
 
 
 def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> BufferedReader:

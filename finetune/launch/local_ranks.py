@@ -137,10 +137,9 @@ class _Ranks:
 
     def start(self) -> None:
         for environment in self._environments:
-            file = self._first_signal.fileno()
-            known = {**environment, FIRST_SIGNAL: str(file)}
-            process = subprocess.Popen(self._command, env=known, pass_fds=(file,), start_new_session=True)
-            self._processes.append(process)
+            fd = self._first_signal.fileno()
+            env = {**environment, FIRST_SIGNAL: str(fd)}
+            self._processes.append(subprocess.Popen(self._command, env=env, pass_fds=(fd,), start_new_session=True))
 
     def running(self) -> bool:
         """Whether a rank still runs. The first failure is noted here, and ends the others."""

@@ -47,7 +47,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 BROKEN_OFF = "broken off without saving"
 STARTED_AT = time.monotonic()  # of this process: a trainer imports this file before torch
 GRACE_VARIABLE = "FINETUNE_GRACE_SECONDS"  # job files set it: nothing tells a process how long its engine waits
-FIRST_SIGNAL = "FINETUNE_SIGNAL_FILE"  # descriptor of a file, into which local_ranks.py writes the signal that it got
+FIRST_SIGNAL = "FINETUNE_SIGNAL_FILE"  # a descriptor: local_ranks.py writes there which signal it got
 USUAL_GRACE = 30.0  # seconds: torchrun's, Kubernetes', and Slurm's KillWait
 SECONDS_TO_LEAVE = 3.0  # from a signal in a phase without steps to the end of the process
 

@@ -14,7 +14,6 @@ import shutil
 import socket
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -62,8 +61,7 @@ def clear_heartbeats(run_dir: Path) -> None:
         folder.unlink()
     folder.mkdir(exist_ok=True)
     for path in folder.iterdir():
-        with suppress(FileNotFoundError):
-            remove_folder(path)
+        remove_folder(path)
 
 
 class Heartbeats(Protocol):

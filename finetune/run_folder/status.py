@@ -25,7 +25,7 @@ from finetune.run_folder.heartbeat import HeartbeatRecord, heartbeat_file, last_
 from finetune.untrusted.json_files import read_object
 from finetune.wording import duration
 
-MOST = 1e30  # of a run's figures; products of larger ones leave the range of a float
+LARGEST_FIGURE = 1e30  # of a run's figures; products of larger ones leave the range of a float
 TAIL_BYTES = 2**18  # of metrics.jsonl: some hundred lines
 SPEED_LINES = 20  # training lines whose mean speed tells the time that is left
 SILENT_SHARE = 4  # a rank writes a heartbeat every 5 s at least; a quarter of timeout_seconds without one is a stall
@@ -242,14 +242,14 @@ def _life(
 
 
 def _is_finite(line: Mapping[str, Any]) -> bool:
-    return all(-MOST < value < MOST for value in line.values() if isinstance(value, int | float))
+    return all(-LARGEST_FIGURE < value < LARGEST_FIGURE for value in line.values() if isinstance(value, int | float))
 
 
 def _total_steps(run_dir: Path) -> int | None:
     with suppress(FinetuneError, OSError):
         batch = read_object(run_dir / "receipt.json", MOST_RECORD_BYTES).get("batch")
         total = batch.get("total_steps") if isinstance(batch, dict) else None
-        return total if type(total) is int and total < MOST else None
+        return total if type(total) is int and total < LARGEST_FIGURE else None
     return None
 
 
