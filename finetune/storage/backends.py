@@ -33,7 +33,7 @@ CONNECT_SECONDS, READ_SECONDS = 10, 300  # of one request to an object store
 CONFLICT_SECONDS, CONFLICTS = 1.0, 3  # S3 answers 409 while another request for the name is on its way
 NO_BUCKET = re.compile(r"(?i)bucket does not exist|NoSuchBucket")
 WHEN_REQUIRED = "set AWS_REQUEST_CHECKSUM_CALCULATION and AWS_RESPONSE_CHECKSUM_VALIDATION to when_required"
-ANSWERS = (  # of object stores: their words, what is wrong, the remedy
+STORE_ANSWERS = (  # of object stores: their words, what is wrong, the remedy
     ("request time", "refuses this machine's clock", "set the clock right"),
     ("region .* wrong|Redirect|LocationConstraint|code: 301", "is in another region", "set AWS_DEFAULT_REGION to it"),
     ("checksum|trailer|sha256|MD5|implement|code: 501", "does not know what this client sends", WHEN_REQUIRED),
@@ -276,7 +276,7 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
     if in_folder:
         doing = "refuses this user" if isinstance(error, PermissionError) else "cannot be used"
         return FinetuneError(f"{url}: {doing} ({reason}); check the folder, its rights and its disk"), False
-    for words, problem, remedy in ANSWERS:
+    for words, problem, remedy in STORE_ANSWERS:
         if isinstance(storage, ObjectStorage) and re.search(words, str(error), re.I):
             return FinetuneError(f"{url}: {problem} ({reason}); {remedy}"), False
     if isinstance(storage, ObjectStorage) and re.search("ExpiredToken|token.* expired", str(error)):

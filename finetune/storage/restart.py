@@ -72,8 +72,8 @@ def fetch_records(
     storage: Storage, entry: Entry | None, folder: Path, names: Collection[str] = (*MIRRORED_FILES, STATE)
 ) -> None:
     """Copy an entry's records into a folder, run_state.json last. Raises FinetuneError for one that is torn."""
-    for name in names if entry is not None else ():
-        if name not in entry.records:
+    for name in names:
+        if entry is None or name not in entry.records:
             continue
         temporary = folder / f"{TEMPORARY_PREFIX}{name}"
         if not fetch(storage, f"{entry.records_folder}/{name}", temporary, entry.records[name]):
