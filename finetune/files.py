@@ -205,7 +205,7 @@ def refuse_other_kinds(folder: Path, names: Iterable[str]) -> None:
     for path in (folder / name for name in names):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
-            raise FinetuneError(f"{path}: is {kind}, not the run's own file; remove it, or choose another folder")
+            raise FinetuneError(f"{path}: is {kind}, not the run's own file; remove it, or choose another output_dir")
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
