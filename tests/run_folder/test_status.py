@@ -269,7 +269,7 @@ def test_a_hostile_file_is_no_traceback_and_no_wait(
     began = time.process_time()
     assert main(["status", str(tmp_path), "--json"]) == (2 if name == STATE else 0)
     assert len(capsys.readouterr().out.splitlines()) == 1
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 3
 
 
 def test_large_figures_and_strange_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
