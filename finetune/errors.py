@@ -4,7 +4,7 @@ FinetuneError            2   bad input: place, value, remedy
 ├── RecipeError          2   every mistake of a recipe at once
 ├── DataError            2   every mistake found in the data
 │   └── BadFile          2   a table's rows cannot be told apart
-│       └── UnclearEncoding  two code pages are plausible
+│       └── UnclearFile  two code pages, or two sheets, are plausible
 ├── NotFinite            2   a loss, a gradient or a trained tensor is NaN or infinite
 ├── NothingTrained       2   at the end of a run every trained tensor is as it was at its start
 ├── DoesNotFit           3   more memory is needed than there is, by plan or by measurement
@@ -88,13 +88,13 @@ class BadFile(DataError):
         self.problem = problem
 
 
-class UnclearEncoding(BadFile):
-    """A file may be read in several code pages: `readings` are their names, each with a word as it reads it."""
+class UnclearFile(BadFile):
+    """A file may be read in several ways: `readings` are values of the entry's `key`, each with words for it."""
 
-    def __init__(self, file: str, readings: Sequence[tuple[str, str]]) -> None:
-        self.readings = tuple(readings)
+    def __init__(self, file: str, key: str, says: str, readings: Sequence[tuple[str, str]]) -> None:
+        self.key, self.readings = key, tuple(readings)
         ways = " or ".join(f"{word!r} ({name})" for name, word in readings)
-        super().__init__(file, f"is not UTF-8, and may say {ways}; name the right one: encoding: {readings[0][0]}")
+        super().__init__(file, f"{says} {ways}; name the right one: {key}: {readings[0][0]} (init: --{key})")
 
 
 class NotFinite(FinetuneError):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune import importers, new_recipe, preflight
-from finetune.cli.app import AsJson, Overrides, RecipeFile, name_next, run_verb, say_begun, user_path
+from finetune.cli.app import AsJson, Overrides, RecipeFile, name_next, run_verb, ticking, user_path
 from finetune.errors import EnvironmentMismatch
 from finetune.files import check_output, write_text
 from finetune.model.packaged import refuse_unreachable
@@ -34,12 +34,13 @@ def preview(
             check_output(html, "--html")
         loaded = load_recipe(recipe, overrides or [], here=True).recipe
         refuse_unreachable(loaded.model.name_or_path, loaded.model.revision)  # before torch is imported
-        say_begun("reading and tokenising the rows")
-        from finetune.report.preview import preview as look
-        from finetune.report.preview_views import as_page, print_preview
-        from finetune.training.batch_notes import notes_before_launch
+        with ticking() as begin:
+            begin("reading and tokenising the rows")
+            from finetune.report.preview import preview as look
+            from finetune.report.preview_views import as_page, print_preview
+            from finetune.training.batch_notes import notes_before_launch
 
-        result = look(loaded, rows, lambda prepared: notes_before_launch(loaded, prepared))
+            result = look(loaded, rows, lambda prepared: notes_before_launch(loaded, prepared))
         if html is not None:
             write_text(html, as_page(result, recipe.name))
         if not as_json:

@@ -112,9 +112,9 @@ def check(
             from finetune.training.batch_notes import notes_before_launch
 
             check_rows(loaded.recipe.data, notes.append, loaded.recipe.eval.generate)
-            encoded = check_documents(loaded.recipe)
-            notes += encoded or ()
-            result["batches"] = notes_before_launch(loaded.recipe, lengths_known=encoded is not None)
+            prepared, encoded = check_documents(loaded.recipe)
+            notes += [note for note in encoded or () if note not in notes]
+            result["batches"] = notes_before_launch(loaded.recipe, prepared, lengths_known=encoded is not None)
             batch_notes = result["batches"]["notes"]
         else:
             notes += far_rate(loaded.recipe)

@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from finetune.output_stream import one_line, without_controls
@@ -231,3 +231,20 @@ def nearest(word: str, among: Iterable[str], cutoff: float = 0.7) -> str | None:
     if matches:
         return matches[0]
     return None
+
+
+def cell_of(row: Mapping[str, Any], path: str) -> Any:
+    """A row's cell: of the column with this name, or of an object's key, `ticket.question`; None if it is not there."""
+    column, dot, rest = path.partition(".")
+    if path in row or not dot:
+        return row.get(path)
+    inner = row.get(column)
+    return cell_of(inner, rest) if isinstance(inner, dict) else None
+
+
+def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with each object's keys as columns of their own: `ticket.question`."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return flat

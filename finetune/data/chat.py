@@ -42,6 +42,13 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 # Columns, message keys and kinds of content parts that hold no text.
 MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "audio_url", "input_audio")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING)
+# A message's own key for its weight, in other tools too -> whether true means supervised.
+TURN_WEIGHTS = {"weight": True, "loss": True, "loss_mask": True, "train": True, "training": True, "trainable": True,
+           "mask": False, "masked": False}  # fmt: skip
+# A call's arguments, by OpenAI's name and by those of Llama, LangChain, Anthropic and others.
+ARGUMENTS = ("arguments", "parameters", "args", "params", "kwargs", "input", "tool_input", "action_input")
+CALL_KEYS = ("name", "type", "id", "index", "call_id", "function")  # the others that a call may have
+SCHEMAS = ("parameters", "input_schema", "inputSchema")  # a tool's schema, by OpenAI's name, Anthropic's and MCP's
 LONGEST_ROLE = 100  # characters
 COMPARED_KEYS = 20  # a message's unknown keys that are compared with ours, in case they are misspelt
 _CALLS = re.compile(r"(?:^|[-_ ]|tool|function)(?:call|use$|invo[ck]|action)", re.IGNORECASE)
@@ -505,23 +512,36 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 
 
 def is_supervised(message: Mapping[str, Any], place: str) -> bool:
-    """Whether a message is supervised: an assistant turn without weight 0. Raises BadRow."""
-    weight = message.get("weight")
-    if weight is None:
-        return bool(message["role"] == "assistant")
-    if isinstance(weight, bool) or weight not in (0, 1):  # True equals 1 in Python
-        raise BadRow(f"{place}: weight is {json_kind(weight)}; write 0 (read only) or 1 (supervised)")
-    if weight and message["role"] != "assistant":
-        raise BadRow(f"{place}: weight 1 on a {message['role']} turn; only assistant turns are supervised: remove it")
-    return bool(weight)
+    """Whether a message is supervised: an assistant turn without weight 0, or another tool's key for it.
+
+    {"weight": 0}, {"loss": false}, {"trainable": false} and {"mask": true} mean the same. Raises BadRow.
+    """
+    weights: dict[bool, str] = {}  # supervised or not -> the key that says so
+    for key, meaning in TURN_WEIGHTS.items():
+        value = message.get(key)
+        if value is None:
+            continue
+        # True equals 1 in Python. `weight` itself takes numbers alone.
+        if value not in (0, 1) or (key == "weight" and isinstance(value, bool)):
+            read_only = int(not meaning)
+            remedy = f"write {read_only} (read only) or {1 - read_only} (supervised)"
+            raise BadRow(f"{place}: {key} is {json_kind(value)}; {remedy}")
+        weights[bool(value) is meaning] = key
+    if len(weights) == 2:
+        raise BadRow(f"{place}: {weights[True]} and {weights[False]} contradict each other; keep one of them")
+    if True in weights and message["role"] != "assistant":
+        key, role = weights[True], message["role"]
+        mark = f"{key} {int(TURN_WEIGHTS[key])}"
+        raise BadRow(f"{place}: {mark} on a {role} turn; only assistant turns are supervised: remove it")
+    return bool(message["role"] == "assistant") and False not in weights
 
 
 def read_message(message: Any, place: str) -> dict[str, Any]:
-    """Check and convert a message: no nulls, no weight, each call's arguments as an object. Raises BadRow."""
+    """Check and convert a message: no nulls, no weights, each call's arguments as an object. Raises BadRow."""
     if not isinstance(message, dict):
         raise BadRow(f'{place} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
     role = _checked_role(message, place)
-    result = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    result = {key: value for key, value in message.items() if value is not None and key not in TURN_WEIGHTS}
     for key in result:
         if key in MEDIA and result[key]:
             raise ReportedOnce(f"{place}: {key!r} on a message; only text is trained on: remove it, or the row", key)
@@ -658,24 +678,63 @@ def _checked_calls(calls: Any, place: str) -> list[dict[str, Any]]:
             function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f'{place}[{index}]: a call needs a function name; write {{"function": {{"name": ...}}}}')
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):  # as OpenAI; templates want the object
-            arguments = json_text(arguments or "{}", f"{place}[{index}]: arguments")
-        if not isinstance(arguments, dict):
-            raise BadRow(f"{place}[{index}]: arguments must be an object, not {json_kind(arguments)}; write {{...}}")
-        check_inside(arguments, f"{place}[{index}]: arguments")
         checked_text(function["name"], f"{place}[{index}]: name")
-        others = {key: value for key, value in call.items() if key not in ("name", "arguments") and value is not None}
-        result.append({"type": "function", **others, "function": {**function, "arguments": arguments}})
+        result.append(_checked_call(call, function, f"{place}[{index}]"))
     return result
 
 
+def _checked_call(call: dict[str, Any], function: dict[str, Any], place: str) -> dict[str, Any]:
+    """A call in OpenAI's form, its arguments as an object. They stand beside the name, or beside `function`.
+
+    {"name": "look", "args": {"at": 1}} becomes {"type": "function", "function": {"name": "look", "arguments": ...}}.
+    A call without a key for them has no arguments. If it has unknown keys instead, they may be meant. Raises BadRow.
+    """
+    # A table gives every row the columns of the others, with nulls.
+    given = {key: value for key, value in {**call, **function}.items() if value is not None}
+    names = [key for key in ARGUMENTS if key in given]
+    unknown = [key for key in given if key not in ARGUMENTS and key not in CALL_KEYS]
+    if len(names) > 1:
+        raise BadRow(f"{place}: {names[0]!r} and {names[1]!r} are both there; give the arguments once")
+    if not names and unknown:
+        raise BadRow(
+            f"{place}: 'arguments' is missing, and {unknown[0]!r} is unknown; rename it, or add arguments: {{}}"
+        )
+    arguments = given[names[0]] if names else {}
+    if isinstance(arguments, str):  # as OpenAI; templates want the object
+        arguments = json_text(arguments or "{}", f"{place}: {names[0]}")
+    if not isinstance(arguments, dict):
+        raise BadRow(f"{place}: {names[0]} must be an object, not {json_kind(arguments)}; write {{...}}")
+    check_inside(arguments, f"{place}: arguments")
+    outside = {key: value for key, value in call.items() if value is not None and key not in ("name", *ARGUMENTS)}
+    inside = {"name": function["name"]}
+    if function is not call:
+        inside = {key: value for key, value in function.items() if key not in ARGUMENTS}
+    elif outside.get("type") != "custom":  # tool_call, tool_use, function_call: the same in other tools
+        outside["type"] = "function"
+    return {"type": "function", **outside, "function": {**inside, "arguments": arguments}}
+
+
 def read_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """A row's tool schemas, given as a list or as its JSON text; None without tools. Raises BadRow."""
+    """A row's tool schemas, given as a list or as its JSON text; None without tools. Raises BadRow.
+
+    Servers send each tool as {"type": "function", "function": {"name", "description", "parameters"}}. A tool that
+    stands bare in the row gets this envelope, so that a template writes the same text when the model is served.
+    """
     tools = parsed_cell(tools, "tools", empty=None)
     if not tools and (tools is None or isinstance(tools, list)):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow(f"'tools' must be a list of JSON schemas, this is {json_kind(tools)}; write [{{\"type\": ...}}]")
     check_inside(tools, "tools")
-    return tools
+    return [_in_envelope(tool) for tool in tools]
+
+
+def _in_envelope(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as servers send it. One that is no function stays as it is: {"type": "web_search"}."""
+    if isinstance(tool.get("function"), dict):
+        return {"type": "function", **tool}
+    if not isinstance(tool.get("name"), str) or tool.get("type", "function") != "function":
+        return tool
+    schema = next((key for key in SCHEMAS if key in tool), None)
+    function = {"parameters" if key == schema else key: value for key, value in tool.items() if key != "type"}
+    return {"type": "function", "function": function}

@@ -6,7 +6,7 @@ Encoding, the first rule that holds:
 - A file that is UTF-8 from the first byte to the last is UTF-8.
 - NUL bytes and line ends that only one order of UTF-16 or UTF-32 explains are that.
 - Else chardet ranks the code pages by letter pairs of 40 languages. Readings that no language has are struck off:
-  "S„ge", "fЃr", "situЋ". If two different readings remain close, nobody guesses: `UnclearEncoding` shows both.
+  "S„ge", "fЃr", "situЋ". If two different readings remain close, nobody guesses: `UnclearFile` shows both.
 
 Delimiter: it must divide most of the first lines into as many cells as the header. The largest share wins, then the
 most cells:
@@ -32,7 +32,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from finetune.errors import BadFile, DataError, UnclearEncoding
+from finetune.errors import BadFile, DataError, UnclearFile
 from finetune.paths import open_regular
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -48,9 +48,11 @@ DELIMITERS = (",", ";", "\t", "|")
 HEAD_OF_TABLE = 256 * 1024  # from which the delimiter is found
 MOST_SCANNED = 512 * 2**20  # a second or two; a larger file is taken for what its first half gigabyte is
 RECORDS = 100
+MOST_ABOVE = 20  # lines above a header
 # Excel's own first line. It names the delimiter and is no row.
 SEPARATOR_LINE = re.compile(r'"?sep=(.|\\t)"?\s*', re.IGNORECASE)
 COLUMN_NAME = re.compile(r"\s*[^\W\d]([\w ./()-]{0,40}[\w)])?\s*")  # of a column
+_NAME = re.compile(r"[^\W\d][^\n]{0,39}|[#№]")  # the same below a title: `Nr.`, `Done?`, `Share %`
 SAMPLE_LINES, SAMPLE_BYTES = 512, 2048  # chardet 6 needs half a second
 LONGEST_LINE = 400  # bytes of one line in the sample
 # Names that mean a part of a larger code page, by the page that Windows writes.
@@ -133,7 +135,7 @@ def open_bytes(file: Path) -> Iterator[IO[bytes]]:
 
 
 def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None = None) -> Dialect:
-    """A table's dialect. A given delimiter or encoding is taken as it is. Raises OSError and UnclearEncoding."""
+    """A table's dialect. A given delimiter or encoding is taken as it is. Raises OSError and UnclearFile."""
     encoding = encoding or found_encoding(file)
     with open_bytes(file) as stream:
         head = stream.read(HEAD_OF_TABLE)
@@ -158,7 +160,7 @@ def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None =
         if len(first) > 1 and all(map(COLUMN_NAME.fullmatch, first)):
             return chosen._replace(delimiter=each)
         is_table = len(below) > 1 and len({*map(len, below)}) == 1 < len(below[0]) and len(first) == 1
-        if is_table and each != "," and all(map(COLUMN_NAME.fullmatch, below[0])):
+        if is_table and each != "," and _are_names(below[0]):
             cells = f"has one cell, and the lines below have {len(below[0])}, separated by {each!r}"
             remedy = 'if it is a title, remove it; if each line is one text, write delimiter: ","'
             raise BadFile(f"{file}:1", f"{cells}; {remedy}")
@@ -181,7 +183,7 @@ def _first_records(dialect: Dialect, lines: Sequence[str]) -> tuple[list[list[st
     """The first records that are not empty, and whether the quotes hold as far as that."""
     records: list[list[str]] = []
     try:
-        records.extend(islice(filter(None, dialect.records(lines)), RECORDS))
+        records.extend(islice(filter(without_blank_end, dialect.records(lines)), RECORDS))
     except csv.Error:
         return records, False
     return records, True
@@ -214,28 +216,59 @@ def without_blank_end(cells: Sequence[str]) -> Sequence[str]:
 
 
 def header_at(records: Sequence[Sequence[str]]) -> int | None:
-    """The place of the header: 0, or the record after a title and notes, which have one cell. None if it is not clear.
+    """The place of the header: the first row with a cell in every column. None if a lone first cell is not clear.
 
-    A first line with one cell may also be the only column of texts with delimiters in them:
+    Rows above it are a title, notes, or names over groups of columns, if the row looks like names: short, different
+    from the cells below it. Otherwise the first row is the header, and its nameless columns are a mistake.
 
-        Export of May 2026          text
-                                    Yes, of course
-        question,answer             No, never
+        Export of May 2026;;           text
+        Customer;;Ticket               Yes, of course
+        Name;City;Question             No, never
     """
-    filled = [len(without_blank_end(record)) for record in records]
-    if not filled or filled[0] != 1 or len(filled) < 2:
+    ends = [len(without_blank_end(record)) for record in records]
+    counts = Counter(ends[next((place for place, end in enumerate(ends) if end > 1), 0) :])
+    usual = max(counts, key=lambda end: (counts[end], end), default=0)
+    wide = [record[:end] for end, record in zip(ends, records, strict=True) if end >= usual]
+    begins = [next(place for place, cell in enumerate(cells) if cell.strip()) for cells in wide if cells]
+    # The first cell may be empty: a data frame's row numbers have no name.
+    left = max(1, min(begins, default=0))
+    full = (place for place, end in enumerate(ends) if end >= usual and all(map(str.strip, records[place][left:end])))
+    start = next(full, 0)
+    # If the first row has a cell where most rows have one, it is the header of a table with an empty column.
+    filled = Counter(
+        tuple(bool(cell.strip()) for cell in record[:end]) for record, end in zip(records, ends, strict=True)
+    )
+    is_usual = ends[:1] != [1] and list(filled)[:1] == [cells for cells, _ in filled.most_common(1)]
+    if not start or start > MOST_ABOVE or usual < 2 or is_usual:
         return 0
-    start = next((place for place, count in enumerate(filled) if count > 1), 0)
-    usual = Counter(filled[start:]).most_common(1)[0][0]
-    if not start or usual < 2:
-        return 0
-    titles = [without_blank_end(record)[0].lstrip() for record in records[:start]]
-    if all(title.startswith(("#", "//", "%")) for title in titles):
+    above, header, below = records[:start], records[start][: ends[start]], records[start + 1 :]
+    titles = [cells[0].strip() for cells, end in zip(above, ends, strict=False) if end == 1]
+    if len(titles) == start and all(title.startswith(("#", "//", "%")) for title in titles):
         return start
-    are_titles = all(re.search(r"[\s\d]", title) for title in titles)
-    if are_titles and all(map(COLUMN_NAME.fullmatch, records[start])):
+    have_words = len(titles) == start and all(re.search(r"[\s\d]", title) for title in titles)
+    is_padded = any(len(cells) > 1 for cells in above)
+    if _are_names(header) and (have_words or (is_padded and _differ_from(header, below))):
         return start
-    return None
+    return 0 if all(len(cells) > 1 for cells in above) else None
+
+
+def _are_names(cells: Sequence[str]) -> bool:
+    """Whether these may be columns' names: short, beginning with a letter, all different."""
+    names = [cell.strip() for cell in cells if cell.strip()]
+    return len({*names}) == len(names) and all(_NAME.fullmatch(name) and len(name.split()) < 6 for name in names)
+
+
+def _differ_from(names: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
+    """Whether a column holds numbers or longer texts below its name, and no column repeats its name."""
+    differ = False
+    for place, name in enumerate(names):
+        values = [record[place].strip() for record in below if len(record) > place and record[place].strip()]
+        if name.strip() in values:
+            return False
+        length = sorted(map(len, values))[len(values) // 2] if values else 0
+        are_numbers = bool(values) and not any(any(map(str.isalpha, value)) for value in values)
+        differ |= are_numbers or length >= 2 * len(name) + 4
+    return differ
 
 
 def checked_encoding(name: str) -> str:
@@ -251,14 +284,14 @@ def checked_encoding(name: str) -> str:
 def found_encoding(file: Path) -> str:
     """Python's name for a file's encoding.
 
-    Raises OSError, DataError if lines are in two encodings, and UnclearEncoding if two code pages are plausible.
+    Raises OSError, DataError if lines are in two encodings, and UnclearFile if two code pages are plausible.
     """
     about = file.stat()
     readings = _readings(file, about.st_mtime_ns, about.st_size)
     if not readings[0][0]:
         raise BadFile(str(file), f"some lines are UTF-8 ({readings[0][1]}; save each part as UTF-8")
     if len(readings) > 1:
-        raise UnclearEncoding(str(file), readings)
+        raise UnclearFile(str(file), "encoding", "is not UTF-8, and may say", readings)
     return readings[0][0]
 
 
@@ -377,6 +410,9 @@ def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
     plausible = [
         (name, text) for value, name, text in ranked if value >= best * (CLOSE_WESTERN if name == western else close)
     ][:3]
+    # Kazakh's letters qa and eng look Macedonian in cp1251, which has no yery.
+    if plausible[0][0] == "cp1251" and "ы" in plausible[0][1] and not {*"ќѕ"}.isdisjoint(plausible[0][1]):
+        plausible.insert(0, ("kz1048", _decoded(lines, "kz1048") or ""))
     # A line in UTF-8 among others is no accident: Ã¤, Ã© are not words. Four characters are none in any code page.
     if in_utf8 and (western or any(len(line.decode("utf-8", "ignore")) + 4 <= len(line) for line in in_utf8)):
         return (("", f"{in_utf8[0].decode('utf-8', 'ignore').strip()[:40]!r}) and some are {first}"),)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.data.cells import BadRow, json_kind, nearest, turns_in
+from finetune.data.cells import BadRow, cell_of, flattened, json_kind, nearest, turns_in
 from finetune.data.readings import PAIR_WORDS, in_quotes, in_yaml, known_columns, labels_in_yaml, profiles, readings
 from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS, KnownFormat, layouts_with, template_fields
 from finetune.recipe.schema import DataSet
@@ -44,7 +44,7 @@ class RowLayout:
     def _renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if not self.columns and not self.template:
             return dict(row)
-        mapped = {ours: row[theirs] for ours, theirs in self.columns.items() if theirs in row}
+        mapped = {ours: cell_of(row, path) for ours, path in self.columns.items() if path in row or "." in path}
         mapped |= {ours: _fill_template(ours, text, row) for ours, text in self.template.items()}
         replaced = {*self.columns, *self.columns.values(), *self.template}
         return mapped | {name: value for name, value in row.items() if name not in replaced}
@@ -63,6 +63,7 @@ class RowLayout:
         read |= {*self.columns.values()} | {name for text in self.template.values() for name in template_fields(text)}
         if self.format == "alpaca":
             read |= {*REASONING_COLUMNS}
+        read |= {path.partition(".")[0] for path in self.columns.values() if path not in row}
         return [name for name, value in row.items() if name not in read and value not in (None, "", [], {})]
 
 
@@ -83,9 +84,9 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
     """Find a data set's layout from its first rows. Raises BadRow, once for the data set."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     for ours, theirs in entry.columns.items():
-        if theirs not in names:
+        if theirs not in names and all(cell_of(row, theirs) is None for row in rows):
             hint = "name one of them"
-            if near := nearest(theirs, names):
+            if near := nearest(theirs, [*names, *(path for row in rows[:1] for path in flattened(row))]):
                 hint = f"did you mean columns: {in_yaml({ours: near})}?"
             raise BadRow(f"columns: {ours}: the data set has no column {theirs!r}, but {in_quotes(names)}; {hint}")
 

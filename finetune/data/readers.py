@@ -46,7 +46,7 @@ from finetune.data.dialect import (
     open_bytes,
     without_blank_end,
 )
-from finetune.errors import BadFile
+from finetune.errors import BadFile, UnclearFile
 from finetune.output_stream import has_controls, one_line
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import not_rows
@@ -83,6 +83,8 @@ def read_rows(
 ) -> Iterator[SourceRow]:
     """Yield a file's rows; `kind` is json, csv, parquet, arrow, excel or text. An unreadable file is one bad row.
 
+    Raises UnclearFile if two code pages or sheets are plausible.
+
     Args:
         delimiter: For CSV. None: found from the first lines.
         encoding: For CSV and text. None: found from the bytes.
@@ -113,7 +115,9 @@ def read_rows(
     except OSError as error:
         yield SourceRow(str(file), count + 1, None, f"cannot be read: {error.strerror or error}; check the file")
         return
-    except BadFile as error:  # two code pages, or two tables, are plausible
+    except UnclearFile:  # `finetune init` asks
+        raise
+    except BadFile as error:
         yield SourceRow(str(file), 1, None, error.problem)
         return
     except (EOFError, zlib.error) as error:
@@ -324,6 +328,9 @@ def _table_rows(
     """Yield a table's rows by the names in its header. A title and notes above the header are skipped, and noted."""
     head = list(islice(records, RECORDS))
     sound = [cells for _, cells, problem in head if problem is None]
+    if is_sheet:  # its rows come without the blank cells at their ends
+        width = max(map(len, sound), default=0)
+        sound = [cells + [""] * (width - len(cells)) for cells in sound]
     start = header_at(sound) or 0
     names: list[str] | None = None
     place = -1
@@ -333,7 +340,8 @@ def _table_rows(
             continue
         place += 1
         if place < start:
-            notes[f"line {line} is above the header and left out: {one_line(' '.join(cells).strip(), 60)!r}"] = 0
+            words = " ".join(filter(None, map(str.strip, cells)))
+            notes[f"line {line} is above the header and left out: {one_line(words, 60)!r}"] = 0
         elif names is None:
             if problem := _header_problem(cells, sound[start + 1 :]):
                 yield SourceRow(str(file), line, None, problem)
@@ -360,7 +368,7 @@ def _header_problem(names: list[str], rows: list[list[str]]) -> str | None:
         if not name.strip() and values and (column or not all(map(str.isdigit, values))):
             return (
                 f"column {column + 1} of the header has no name, and its first value is "
-                f"{one_line(repr(values[0]), 40)}; name it in the first line"
+                f"{one_line(repr(values[0]), 40)}; name it in the first line, or remove a title above the names"
             )
     return None
 
@@ -379,7 +387,7 @@ def _named_cells(
             raise BadRow(f"{widths}; name every column in the first row")
         if separator == "\t":
             raise BadRow(f"{widths}; write tabs and line breaks inside texts as spaces")
-        raise BadRow(f"{widths}; put quotes around texts with {delimiters}")
+        raise BadRow(f"{widths}; put quotes around texts with {delimiters}, or name every column in the first line")
     cells = cells[:width]
     if cells[0].startswith("\ufeff") or (width > 1 and cells == names):
         raise BadRow("the header again: two files were joined here; remove this line")
@@ -462,8 +470,10 @@ def _csv_records(stream: IO[bytes], dialect: Dialect, notes: Counter[str]) -> It
         except csv.Error as error:  # quoting is lost: the columns that follow are not known
             yield line, [], _explain_csv(str(error), last[0], dialect)
             return
-        if cells:
+        if without_blank_end(cells):
             yield line, cells, None
+        elif len(cells) > 1:
+            notes["lines of delimiters alone, left out"] += 1
 
 
 def _explain_csv(error: str, line: str, dialect: Dialect) -> str:
@@ -522,9 +532,11 @@ def _read_excel(file: Path, sheet: str | None, notes: Counter[str]) -> Iterator[
     number = 0
     try:
         with open_regular(file) as stream:
-            for row in _table_rows(file, sheet_records(stream, sheet, notes), notes, "", is_sheet=True):
+            for row in _table_rows(file, sheet_records(file, stream, sheet, notes), notes, "", is_sheet=True):
                 number = row.line
                 yield row
+    except BadFile:
+        raise
     except Exception as error:  # of the archive or its XML: BadZipFile, KeyError, InvalidFileException and others
         if isinstance(error, OSError) and error.errno is not None:
             raise

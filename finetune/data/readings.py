@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,9 +22,9 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from finetune.data.cells import ROLES, BadRow, json_kind, json_text, turns_in
+from finetune.data.cells import OTHER_ROLES, ROLES, BadRow, flattened, json_kind, json_text, turns_in
 from finetune.output_stream import one_line
-from finetune.recipe.layouts import LAYOUTS, KnownFormat
+from finetune.recipe.layouts import LAYOUTS, OF_CHATS, KnownFormat
 from finetune.recipe.schema import RowFormat
 from finetune.recipe.sections.training import Objective
 from finetune.wording import counted
@@ -61,7 +62,19 @@ JUDGING_WORDS = (
     "évaluation avis avaliação nota voto valutazione beoordeling ocena değerlendirme puan penilaian оценка تقييم "
     "评分 评价 反馈 评分 点赞 評価 평가 점수 좋아요 bad toxic unsafe harmful flagged rejected disliked spam wrong"
 ).split()
-AGAINST_WORDS = "bad toxic unsafe harmful flagged rejected disliked dislike spam wrong".split()  # true: unwanted
+# Beginnings of names whose true means unwanted.
+AGAINST_STEMS = tuple(
+    "bad toxic unsafe harm flag reject dislik spam wrong error delet fail report violat hallucin rework offens abus "
+    "block remov invalid incorrect refus bug fehler gelösch falsch erreur supprim borrad удал ошиб".split()
+)
+# Names of columns whose few values say what a row is about, or where it comes from, and not how good it is.
+TOPIC_WORDS = (
+    "lang language locale sprache idioma langue lingua 语言 split fold subset set source origin quelle channel kanal "
+    "type kind art typ tipo genre domain subject theme thema tema thème area bereich region country land gender sex "
+    "model version difficulty level product produkt department abteilung team priority author autor user role style "
+    "tone format date year month day id group cluster persona tag tags section part chapter license licence task "
+    "dataset name title count num number turns steps tokens size words index module modul"
+).split()
 CHOOSING_WORDS = "winner better preference preferred chosen best label labels safer choice judgement judgment".split()
 NEGATIONS = "un in im dis non no not nicht pas não nao не niet inte ikke nie 不 没 非".split()
 SYSTEM_NAMES = ("system", "system_prompt", "systemprompt", "system_message")
@@ -69,19 +82,22 @@ REASON_NAMES = ("reasoning_content", "thinking", "reasoning")
 CONTEXT_WORDS = (
     "context passage kontext contexto contexte contesto контекст 문맥 맥락 文脈 上下文 background document".split()
 )
-SPEAKER_NAMES = ("role", "from", "speaker", "sender")
+SPEAKER_NAMES = ("role", "from", "speaker", "sender", "author", "user", "who")
+SAID_NAMES = ("content", "value", "text", "message", "body", "utterance")
 JUDGED_NAMES = ("label", "kto_tag", "desirable", "is_desirable", "wanted", "thumbs_up", "liked")
 # Words for a wanted answer and for an unwanted one. Numbers on a scale (0.7, 5, -1) are not read: the data's owner
 # decides where the line is, by `labels`.
 LABELS = dict.fromkeys(
     "true t 1 1.0 +1 yes y good desirable wanted chosen accepted accept approved up upvote thumbs_up thumbs-up "
-    "thumbsup like liked positive helpful correct 👍 ✅ ja oui sí si sim да tak evet sì 是 对 好 はい 예 네 نعم हाँ "
-    "ναι gut bon bueno 赞".split(), True
+    "thumbsup like liked positive helpful correct pass passed ok okay 👍 ✅ ✓ ✔ ja oui sí si sim да tak evet sì "
+    "是 对 好 はい 예 네 نعم हाँ ναι gut bon bueno 赞".split(), True
 ) | dict.fromkeys(
     "false f 0 0.0 no n bad undesirable unwanted rejected reject down downvote thumbs_down thumbs-down thumbsdown "
-    "dislike disliked negative unhelpful incorrect wrong 👎 ❌ nein non não нет nie hayır 否 不对 差 いいえ 아니요 "
-    "아니오 لا नहीं όχι nee nej nei schlecht mauvais malo 踩".split(), False
+    "dislike disliked negative unhelpful incorrect wrong fail failed nok 👎 ❌ ✗ ✘ nein non não нет nie hayır "
+    "否 不对 差 いいえ 아니요 아니오 لا नहीं όχι nee nej nei schlecht mauvais malo 踩".split(), False
 )  # fmt: skip
+SILENT_LABELS = frozenset("true false t f 1 0 1.0 0.0 yes no y n +1 ja nein oui non".split())  # of what, the name says
+TRANSCRIPT = re.compile(r"\W*(user|human|customer|client|q|question)\s*:.*?\n\W*\w[\w ]{0,20}:", re.I | re.S)
 QUESTION_MARKS = ("?", "？", "؟", ";")  # the last one is Greek's
 IDENTIFIER = re.compile(r"[0-9a-fA-F-]{8,40}|[A-Za-z]{1,6}[-_]?\d+")
 NUMBER = re.compile(r"[-+]?\d[\d.,' ]*%?")
@@ -90,6 +106,7 @@ ADDRESS = re.compile(r"(https?://|www\.)\S+|\S+@\S+\.\w+|/\S+\.\w{2,4}")
 CLEAR = 3.5  # points between the best reading and the next: more than order and length give together
 FIRST_TEXTS = 30  # texts from which the share of different ones says something
 FEW_VALUES = 10  # values of a label or a scale
+MOST_GRADES = 5  # values of a judgement with a name that is not known
 COMPARED = 16  # questions and answers that are compared with each other: a survey may have 1,000 columns of text
 SHOWN_CHARACTERS = 90  # of a list of columns
 
@@ -290,13 +307,21 @@ def readings(format: RowFormat, rows: Sequence[Mapping[str, Any]]) -> Readings:
     if found is not None:
         return _with_judgement(format, [found], columns)
     texts = [column for column in columns if column.is_text]
-    candidates = [column for column in texts if column.name.lower() not in (*SYSTEM_NAMES, *REASON_NAMES)]
+    candidates = [column for column in texts if column.name.lower() not in (*SYSTEM_NAMES, *REASON_NAMES, *OF_CHATS)]
     # A column of numbers may hold answers only if its name says so.
     numbers = [column for column in columns if not column.is_text and column.filled >= 0.3]
     numbers = [column for column in numbers if column.kind in ("text", "number") and column.has_word(ANSWER_WORDS)]
     answers = [*candidates, *numbers]
     # A column with one value, like a source, is no answer.
     answers = [each for each in answers if not each.repeats or len(each.values) != 1 or each.has_word(ANSWER_WORDS)]
+    if len(candidates) < 2 and len(rows) > 1 and any(column.kind == "object" for column in columns):
+        inside = readings(format, [*map(flattened, rows)])
+        nested = [column.name for column in inside.columns if "." in column.name and column.has_word(ANSWER_WORDS)]
+        answered = [reading for reading in inside.found if reading.columns.get("output") in nested]
+        if not candidates:
+            return inside
+        if answered:
+            return replace(inside, found=[*answered, Reading("text", {"text": candidates[0].name})])
     if not candidates:
         return Readings([], columns, _no_texts(rows, columns))
     if not [each for each in answers if each is not candidates[0]]:
@@ -531,17 +556,23 @@ def judgement_of(columns: Iterable[Column]) -> tuple[Column, dict[str, bool | No
     up, down               -> True, False
     1, -1                  -> True, False: also 1 and 5 in a column with such a name
     hilfreich, nicht hilfreich -> True, False
-    toxic: true, false     -> False, True
+    toxic: true, false     -> False, True: by the name's beginning
+    edited: true, false    -> None each: such a name does not say what is wanted
     rating: 1 to 5         -> None each: the user decides where the line is
+    check: a, b            -> None each: two to five short values that repeat may be a judgement in words not known here
     """
     found = []
     for column in columns:
-        values, is_named = column.values, column.has_word(JUDGING_WORDS)
+        values, is_against = column.values, any(word.startswith(AGAINST_STEMS) for word in column.words)
+        is_named = is_against or column.has_word(JUDGING_WORDS)
         if column.kind not in ("text", "number") or len(values) < 2:
             continue
         says = {value: label_of(value) for value in values}
-        if None in says.values() and all(NUMBER.fullmatch(value) for value in values):
-            says = dict.fromkeys(values)  # 0 and 1 belong to a scale
+        if None in says.values():  # 0 and 1 belong to a scale, F to grades
+            is_scale = all(NUMBER.fullmatch(value) for value in values)
+            says = {value: None if is_scale or len(value) == 1 else wanted for value, wanted in says.items()}
+        if not is_named and SILENT_LABELS.issuperset(values):
+            says = dict.fromkeys(values)
         if len(values) == 2 and None in says.values():
             low, high = sorted(values, key=lambda value: (_as_number(value), len(value)))
             if {low, high} == {"-1", "1"} or (is_named and _as_number(high) > _as_number(low)):
@@ -549,9 +580,11 @@ def judgement_of(columns: Iterable[Column]) -> tuple[Column, dict[str, bool | No
             elif high.endswith(low) and high.removesuffix(low).strip("-_ ") in NEGATIONS:
                 says = {low: True, high: False}
         is_clear = {True, False} == {*says.values()}
-        if is_clear and column.has_word(AGAINST_WORDS):
+        if is_clear and is_against:
             says = {value: not wanted for value, wanted in says.items()}
-        if is_clear or is_named:
+        may_judge = len(values) <= MOST_GRADES and column.distinct <= 0.5 and column.filled >= 0.5
+        may_judge &= not column.has_word((*TOPIC_WORDS, *LABEL_WORDS))
+        if is_clear or is_named or may_judge:
             found.append((not is_named, not is_clear, column.position, column, says))
     if not found:
         return None
@@ -623,6 +656,10 @@ def _obstacle(reading: Reading, columns: Sequence[Column]) -> str:
     asked = reading.columns.get("instruction") or next(
         (column.name for column in columns if column.has_word(QUESTION_WORDS)), "instruction"
     )
+    whole = named.get(reading.columns.get("text", ""))
+    if reading.format == "text" and whole and whole.has_word(TURN_WORDS) and TRANSCRIPT.match(whole.typical):
+        why = f"{whole.name!r} holds dialogues as one text ({one_line(whole.typical, 40)})"
+        return f"{why}; write their turns as messages, or take it as it is: --columns {shlex.quote(reading.in_words())}"
     is_sure = answer is not None and answer.has_word(ANSWER_WORDS) and answer.kind == "text"
     is_key = answer is not None and (answer.length <= 3 or answer.kind == "number")
     nested = [column for column in unread if column.kind in ("turns", "list", "object")]
@@ -641,11 +678,8 @@ def _obstacle(reading: Reading, columns: Sequence[Column]) -> str:
             return f"{in_quotes(answers)} answer {chat.name!r}, and a row has one answer, or two; {_as_pairs(unread)}"
         return ""
     for column in nested:
-        if column.has_word(TURN_WORDS):
-            return (
-                f"{column.name!r} looks like a dialogue, and its turns cannot be read ({_inside(column.typical)}); "
-                'write each as {"role": "user", "content": "..."} or {"from": "human", "value": "..."}'
-            )
+        if column.has_word(TURN_WORDS) or _renamed_turns(column):
+            return _unread_turns(column)
     chosen_by = next((column for column in unread if column.has_word((*KEY_WORDS, "label"))), answer)
     for column in nested:
         if column.has_word(CHOICE_WORDS):
@@ -717,16 +751,40 @@ def _no_texts(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> s
     names = [column.name for column in columns]
     if len(rows) == 1 and len(names) > 1 and all(isinstance(value, dict) for value in rows[0].values()):
         return f"is one object whose {len(names)} values are the rows; write one a line: jq -c '.[]' FILE > rows.jsonl"
-    for column in columns:
-        if column.kind == "object":
-            inner = [str(key) for key, text in column.typical.items() if isinstance(text, str)]
-            if inner:
-                held = f"the texts are nested in the column {column.name!r} ({in_quotes(inner)})"
-                return f"{held}; make each a column of its own"
+    if turns := next((column for column in columns if column.kind == "list" and _renamed_turns(column)), None):
+        return _unread_turns(turns)
     if nested := [column for column in columns if column.kind in ("list", "object")]:
         held = ", ".join(f"{column.name!r} holds {_inside(column.typical)}" for column in nested[:3])
         return f"no column holds texts to train on; {held}; write one question and one answer a row, or messages"
     return f"no column holds texts to train on; the columns are {in_quotes(names) or 'none'}"
+
+
+def _renamed_turns(column: Column) -> str:
+    """The command that renames the fields of a dialogue's turns; empty if they are not an author and a text."""
+    first = column.typical[0] if isinstance(column.typical, list) and column.typical else None
+    if not isinstance(first, dict) or is_turns(column.typical):
+        return ""
+    role, content = (
+        next((key for key in first if key.lower() in names), None) for names in (SPEAKER_NAMES, SAID_NAMES)
+    )
+    if role is None or content is None:
+        return ""
+    path = "".join(f"[{json.dumps(part)}]" for part in column.name.split("."))
+    speakers = [*dict.fromkeys(str(turn.get(role)) for turn in column.typical if isinstance(turn, dict))]
+    author, who = f".[{json.dumps(role)}]", ""
+    if not {*speakers} <= {*ROLES, *OTHER_ROLES}:
+        roles = dict.fromkeys(speakers, "...") | dict(zip(speakers, ("user", "assistant"), strict=False))
+        author, who = f"{json.dumps(roles, ensure_ascii=False)}[{author}]", " (see who is the user)"
+    turn = f"{{role: {author}, content: .[{json.dumps(content)}]}}"
+    return f"jq -c {shlex.quote(f'.{path} |= map({turn})')} FILE > rows.jsonl{who}"
+
+
+def _unread_turns(column: Column) -> str:
+    """The obstacle if a column's turns have other fields than a role and its content."""
+    remedy = 'write each as {"role": "user", "content": "..."} or {"from": "human", "value": "..."}'
+    if command := _renamed_turns(column):
+        remedy = f"rename their fields: {command}"
+    return f"{column.name!r} looks like a dialogue, and its turns cannot be read ({_inside(column.typical)}); {remedy}"
 
 
 def looks_like_data(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bool:

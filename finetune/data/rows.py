@@ -11,10 +11,11 @@ import hashlib
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 from finetune.data.cells import BadRow, is_blank, nearest
@@ -90,6 +91,12 @@ class RowReader:
         self._message_keys: dict[str, None] = {}  # keys beside READ_KEYS
         self._reported: set[str] = set()  # unknown roles, and columns or keys with images
         self._unanswered = 0
+        self._read_only = 0  # answers that rows mark as not to be trained
+        self._with_tools = 0
+        self._odd_calls: Counter[str] = Counter()  # rows whose calls, results and tools do not belong together
+        self._systems: set[str] = (
+            set()
+        )  # the rows' system messages, "" for none; two are enough to know that they differ
         self._run_together = 0
         self._written: list[Any] = [0, ""]  # rows that spell tokens of a chat template; the first token
         self._twice: list[Any] = [0, "", ""]  # rows in UTF-8 of UTF-8; the first such letters, and what they stand for
@@ -184,6 +191,14 @@ class RowReader:
             if isinstance(document, Chat):
                 texts += [message["content"] for message in document.messages]
                 self._unanswered += document.messages[-1]["role"] != "assistant"
+                first = document.messages[0]
+                if len(self._systems) < 2:
+                    self._systems.add(first["content"] if first["role"] in ("system", "developer") else "")
+                self._odd_calls.update(_odd_calls(document))
+                self._with_tools += bool(document.tools) or any("tool_calls" in turn for turn in document.messages)
+                if layout.format in ("messages", "sharegpt"):
+                    answers = sum(message["role"] == "assistant" for message in document.messages)
+                    self._read_only += answers - sum(document.supervised)
                 keys = (key for message in document.messages for key in message if key not in READ_KEYS)
                 new_keys = dict.fromkeys(key for key in keys if key not in self._message_keys)
                 self._message_keys |= dict.fromkeys(islice(new_keys, MOST_NAMES - len(self._message_keys)))
@@ -237,6 +252,10 @@ class RowReader:
             "unused_columns": [*self._unused],
             "unused_message_keys": [key for key in self._message_keys if not is_read(key)],
             "unanswered": self._unanswered,
+            "read_only": self._read_only,
+            "with_tools": self._with_tools,
+            "odd_calls": dict(self._odd_calls),
+            "systems": sorted(self._systems),
             "run_together": self._run_together,
             "written_tokens": self._written,
             "begins_of_text": self._begun,
@@ -260,6 +279,23 @@ def has_empty_cell(row: Mapping[str, Any], layout: RowLayout) -> bool:
     return any(
         value is None or (isinstance(value, str) and is_blank(value)) or is_blank_turn(value) for value in values
     )
+
+
+def _odd_calls(chat: Chat) -> Iterator[str]:
+    """What does not belong together in a row's calls, results and tools."""
+    called = [call["function"]["name"] for turn in chat.messages for call in turn.get("tool_calls", ())]
+    declared = {(tool.get("function") or tool).get("name") for tool in chat.tools or ()}
+    pairs = [*pairwise(chat.messages)]
+    if called and not declared:
+        yield "with calls and no tools"
+    elif not declared.issuperset(called):
+        yield "with a call of a tool that they do not declare"
+    if any(
+        turn["role"] == "tool" and before["role"] != "tool" and "tool_calls" not in before for before, turn in pairs
+    ):
+        yield "with a tool's result that answers no call"
+    if any("tool_calls" in turn and after["role"] != "tool" for turn, after in pairs):
+        yield "with a call that gets no result"
 
 
 def _written_token(text: str) -> str | None:
@@ -320,6 +356,10 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: keys of messages that the template does not read: {listed(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:
         yield f"{name}: dialogues that end without an answer: {count:,}; nothing is supervised in their last turn"
+    if odd := facts.get("odd_calls"):
+        yield f"{name}: rows {', '.join(f'{kind}: {count:,}' for kind, count in odd.items())}"
+    if count := facts.get("read_only", 0):  # an older cache has none
+        yield f"{name}: answers that the rows mark as not to be trained (weight: 0, or loss, train or mask): {count:,}"
     count, letters, meant = facts.get("encoded_twice") or (0, "", "")  # an older cache has none
     if count:
         yield (

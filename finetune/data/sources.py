@@ -19,13 +19,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.data.cells import nearest
+from finetune.data.cells import BadRow, nearest
 from finetune.data.dialect import checked_encoding
+from finetune.data.layout import layout_of
 from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
+from finetune.data.readings import readings
 from finetune.errors import DataError
 from finetune.output_stream import has_controls, one_line, printable
 from finetune.paths import open_regular
-from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS
 from finetune.recipe.schema import DataSet
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import words_of
@@ -39,6 +40,7 @@ BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "tsv": "csv", "parque
 # The program that unpacks a file that is not read; .gz is read.
 UNPACKED_BY = {".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip", ".7z": "7z x"}
 MOST_FILES = 100_000  # in a folder and below it
+ASKED_ROWS_LOOKED_AT = 1000  # of a file to answer, for its columns
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
 _SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5,}")
 # The Hub's words for splits in file names, in its order.
@@ -58,6 +60,7 @@ class Source:
     files: tuple[Path, ...]
     # Notes about the last reading for the rows' owner, with their counts; 0: a note without a count.
     notes: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
+    hidden: int = field(default=0, compare=False)  # files of the folder whose names begin with a dot
 
     def rows(self) -> Iterator[SourceRow]:
         """Yield the split's rows in file order. An unreadable row is a mistake."""
@@ -66,6 +69,8 @@ class Source:
         split = read_split(self.entry.split)
         total = sum(1 for _ in self._file_rows()) if split.is_sliced and split.needs_total else 0
         self.notes.clear()
+        if self.hidden:
+            self.notes["hidden files (names that begin with a dot), left out"] = self.hidden
         if not split.is_sliced:
             return self._file_rows()
         return islice(self._file_rows(), *split.bounds(total))
@@ -152,20 +157,37 @@ def resolve(entry: DataSet) -> Source:
     return source
 
 
-def asked_entry(entry: DataSet, file: str) -> DataSet:
-    """A data file to answer as an entry, read as `entry` is; under preferences also plain questions and answers.
+def asked_entry(entry: DataSet, file: str | DataSet) -> DataSet:
+    """A data file to answer as an entry: read as `entry` is, or by its own columns, as `init` does, if it lacks those.
 
-    A question that comes twice is asked twice.
+    A question that comes twice is asked twice. An entry in place of the file says itself how it is read. Raises
+    DataError for columns that may be read in several ways.
     """
+    if isinstance(file, DataSet):
+        return file.model_copy(update={"drop": [each for each in file.drop if each != "duplicate"]})
     changed: dict[str, Any] = {"path": file, "name": None, "data_files": None, "split": "train", "revision": "main"}
     asked = entry.model_copy(update={**changed, "drop": [each for each in entry.drop if each != "duplicate"]})
-    layouts = FORMAT_OF_OBJECTIVE.values()
-    if asked.format in layouts:
-        first = next(iter(resolve(asked).rows()), None)
-        found = {} if first is None else first.values or {}
-        needed = [[asked.columns.get(name, name) for name in LAYOUTS[layout].columns] for layout in layouts]
-        if not any(all(name in found for name in names) for names in needed):
-            return asked.model_copy(update={"format": "auto"})
+    try:
+        rows = [row.values for row in islice(resolve(asked).rows(), ASKED_ROWS_LOOKED_AT) if row.values is not None]
+        layout_of(asked, rows)
+    except DataError:  # who reads the rows says so, with other mistakes
+        return asked
+    except BadRow:
+        by_itself = asked.model_copy(update={"format": "auto", "columns": {}, "template": {}})
+        result = readings("auto", rows)
+        if len(result.found) == 1 and not result.obstacle and result.found[0].objective == "supervised":
+            columns, template = dict(result.found[0].columns), dict[str, str]()
+            answer = columns.get("output", "")
+            if any(column.name == answer and column.kind == "number" for column in result.columns):
+                template = {"output": f"{{{columns.pop('output')}}}"}  # a template makes texts of numbers
+            return by_itself.model_copy(update={"columns": columns, "template": template})
+        if len(result.found) > 1:
+            ways = [reading.in_words() for reading in result.found]
+            problem = (
+                f"{file}: the columns may be read in {len(ways)} ways: {' or '.join(ways)}; rename them, or say which"
+            )
+            raise DataError([f"{problem}: --columns {shlex.quote(ways[0])}"]) from None
+        return asked if entry.columns or entry.template else by_itself
     return asked
 
 
@@ -196,10 +218,11 @@ def _resolve(entry: DataSet) -> Source:
         if saved := _saved_files(path, read_split(entry.split).name):
             _check_names(saved)
             return Source(entry, "arrow", tuple(saved))
-        candidates = [file for file in files_below(path) if _kind(file)]
+        below, hidden = files_below(path)
+        candidates = [file for file in below if _kind(file)]
         if not candidates and (texts := _texts_in(path)):
             _check_names(texts)
-            return Source(entry, "text", tuple(texts))
+            return Source(entry, "text", tuple(texts), hidden=hidden)
         if not candidates:
             raise DataError([f"{path}: no data files; put .jsonl, .json, .csv, .parquet, .xlsx or .txt files there"])
         split, splits = read_split(entry.split).name, _splits(candidates, path)
@@ -208,7 +231,7 @@ def _resolve(entry: DataSet) -> Source:
             raise DataError([_no_such_split(path, split, list(splits))])
         kind = _common_kind(files)
         _check_names(files)
-        return Source(entry, kind, tuple(files))
+        return Source(entry, kind, tuple(files), hidden=hidden)
     elif _is_file(path):
         files = [path]
     elif path.suffix.lower() in SUFFIXES or entry.path.startswith((".", "/", "~")) or path.suffix == ".gz":
@@ -221,16 +244,21 @@ def _resolve(entry: DataSet) -> Source:
     if split != "train" and not all(words_of_split & _words(file, file.parent) for file in files):
         known = dict.fromkeys(["train", *(name for file in files for name in _splits([file], file.parent))])
         raise DataError([_no_such_split(files[0], split, list(known))])
-    return Source(entry, builder or _common_kind(files), tuple(files))
+    folders = [Path(each) for each in patterns or () if builder == "text" and _is_folder(Path(each))]
+    hidden = sum(files_below(folder)[1] for folder in folders)
+    return Source(entry, builder or _common_kind(files), tuple(files), hidden=hidden)
 
 
 def _texts_in(folder: Path) -> list[Path]:
     """The text files in a folder and below it, by name."""
-    return [file for file in files_below(folder) if file.suffix.lower() in TEXT_SUFFIXES]
+    return [file for file in files_below(folder)[0] if file.suffix.lower() in TEXT_SUFFIXES]
 
 
-def files_below(folder: Path) -> list[Path]:
-    """The files in a folder and below it, by name. Raises DataError if one of the folders may not be entered."""
+def files_below(folder: Path) -> tuple[list[Path], int]:
+    """The files in a folder and below it, by name, and how many hidden ones are left out: editors' second copies.
+
+    Raises DataError if one of the folders may not be entered.
+    """
 
     def refuse(error: OSError) -> None:
         place = printable(str(error.filename))
@@ -243,7 +271,8 @@ def files_below(folder: Path) -> list[Path]:
         files += [file for name in names if (file := Path(place, name)).is_file()]
         if len(files) > MOST_FILES:
             raise DataError([f"{folder}: has more than {MOST_FILES:,} files; name the data files"])
-    return sorted(files)
+    shown = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    return sorted(shown), sum(bool(_kind(file)) or file.suffix in TEXT_SUFFIXES for file in {*files} - {*shown})
 
 
 def _saved_files(folder: Path, split: str) -> list[Path]:
@@ -386,8 +415,12 @@ def read_split(text: str) -> SplitSlice:
     """Split `train[:1000]` into its parts. Raises DataError."""
     match = _SPLIT.fullmatch(text)
     if match is None:
-        raise DataError([f"data: split: {text!r} is not readable; write train, or train[:1000]"])
-    return SplitSlice(match["name"], match["first"], match["last"])
+        several = "; write each part as a data set of its own" * ("+" in text)
+        raise DataError([f"data: split: {text!r} is not readable; write train, or train[:1000]{several}"])
+    split = SplitSlice(match["name"], match["first"], match["last"])
+    if any(bound and "%" in bound and abs(int(bound.removesuffix("%"))) > 100 for bound in split[1:]):
+        raise DataError([f"data: split: {text!r} has a share above 100 %; write train[:100%], or rows: train[:1000]"])
+    return split
 
 
 def _no_such_split(place: Path, name: str, splits: list[str]) -> str:

@@ -8,9 +8,11 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
 from typing import IO, Any
 
-from finetune.data.dialect import Record, without_blank_end
+from finetune.data.dialect import Record, header_at, without_blank_end
+from finetune.errors import BadFile, UnclearFile
 
 MOST_COMPRESSED = 128 * 2**20  # bytes of the file
 MOST_IN_A_PART = 512 * 2**20  # bytes of one sheet, uncompressed; it is read row by row
@@ -19,14 +21,16 @@ _SIMPLE_FORMAT = re.compile(r"(0+)(?:\.(0+))?(%?)")  # 0, 00000, 0.00, 0.0%
 ROWS_THAT_DECIDE = 20  # rows that decide whether a sheet is a table, and how wide it is
 
 
-def sheet_records(stream: IO[bytes], wanted: str | None, notes: Counter[str]) -> Iterator[Record]:
+def sheet_records(file: Path, stream: IO[bytes], wanted: str | None, notes: Counter[str]) -> Iterator[Record]:
     """Yield the rows that hold something, without blank cells at their ends.
 
     Args:
-        wanted: The sheet's name. None: the first visible one with two columns or more, or else with anything.
+        file: For messages.
+        wanted: The sheet's name. None: the visible one with a table, or else the first with anything.
         notes: Gets notes for the file's owner, with their counts.
 
-    Raises ValueError for a workbook or a sheet that is not taken, and what openpyxl raises about a damaged one.
+    Raises BadFile for a sheet that is not there, UnclearFile for several tables with different columns, ValueError for
+    a workbook that is too large, and what openpyxl raises about a damaged one.
     """
     from openpyxl import load_workbook
 
@@ -39,20 +43,36 @@ def sheet_records(stream: IO[bytes], wanted: str | None, notes: Counter[str]) ->
     heads = {title: [cells for _, cells, _ in _head(book, sheet)] for title, sheet in sheets.items()}
     filled = [title for title, head in heads.items() if head]
     if wanted is not None and wanted not in sheets:
-        raise ValueError(f"it has no sheet {wanted!r}, but {', '.join(map(repr, sheets))}")
+        names = ", ".join(map(repr, sheets))
+        raise BadFile(
+            str(file), f"it has no sheet {wanted!r}, but {names}; choose one of them, sheet: NAME (init: --sheet)"
+        )
     visible = [title for title in filled if sheets[title].sheet_state == "visible"]
-    tables = [title for title in visible if any(len(cells) > 1 for cells in heads[title])]
-    title = wanted or next(iter(tables or visible or filled or sheets))
+    headers = {title: header for title in visible if (header := _header(heads[title]))}
+    if wanted is None and len({*headers.values()}) > 1:
+        tables = [(title, ", ".join(header)[:60]) for title, header in headers.items()]
+        raise UnclearFile(str(file), "sheet", "has several tables:", tables)
+    title = wanted or next(iter([*headers, *visible, *filled, *sheets]))
     if others := [other for other in filled if other != title]:
         names = ", ".join(repr(name) + " (hidden)" * (sheets[name].sheet_state != "visible") for name in others[:5])
         more = f" and {len(others) - 5} more" * (len(others) > 5)
-        notes[f"the sheet {title!r} is read, and not {names}{more}; choose by sheet: NAME"] = 0
+        notes[f"the sheet {title!r} is read, and not {names}{more}; choose by sheet: NAME (init: --sheet)"] = 0
     yield from _records(book, sheets[title], notes)
 
 
 def _head(book: Any, sheet: Any) -> list[Record]:
     rows = _records(book, sheet, Counter())
     return [row for row, _ in zip(rows, range(ROWS_THAT_DECIDE), strict=False)]
+
+
+def _header(head: list[list[str]]) -> tuple[str, ...]:
+    """The names of a table's columns. Empty for a sheet of texts: no rows below, or most in fewer columns."""
+    width = max(map(len, head), default=0)
+    start = header_at([cells + [""] * (width - len(cells)) for cells in head]) or 0
+    names = [name.strip() for name in head[start]]
+    below = [cells for cells in head[start + 1 :] if 2 * sum(map(bool, map(str.strip, cells))) > len(names)]
+    is_table = len(names) > 1 and all(names[1:]) and 2 * len(below) > len(head) - start - 1
+    return tuple(names) if is_table else ()
 
 
 def _records(book: Any, sheet: Any, notes: Counter[str]) -> Iterator[Record]:

@@ -19,7 +19,7 @@ from finetune.errors import FinetuneError
 from finetune.finished_run.endpoint import Drawn, Endpoint, NoAnswer, reply_of
 from finetune.finished_run.load import best_device, finished_run, load_adapted, load_run_tokenizer, load_whole
 from finetune.model.generate import answer, answering
-from finetune.output_stream import without_controls
+from finetune.output_stream import one_line, without_controls
 from finetune.tokens.encoder import Encoder
 
 Who = Literal["base", "tuned", "both"]
@@ -61,6 +61,8 @@ class ChatSession:
     base: Participant | None  # None: a server has the tuned model alone
     tuned: Participant
     endpoint: Endpoint | None = None
+    opening: Sequence[dict[str, str]] = ()  # the system message before each conversation
+    notes: Sequence[str] = ()
 
     def speakers(self, who: Who) -> list[Participant]:
         """Raises FinetuneError for the base where there is none."""
@@ -71,16 +73,17 @@ class ChatSession:
 
     def reply(self, speaker: Participant, text: str, settings: GenerationSettings, streamer: Any = None) -> str:
         """The speaker's answer to `text` after its history. Both are remembered, or after an error neither."""
-        messages = [*speaker.history, {"role": "user", "content": text}]
+        asked = [*speaker.history, {"role": "user", "content": text}]
+        messages = [*self.opening, *asked]
         if self.endpoint is not None:
             new, warmth = settings.max_new_tokens, settings.temperature
-            asked = Chat(messages, None, [False] * len(messages), self.encoder.variables_for_server())
+            chat = Chat(messages, None, [False] * len(messages), self.encoder.variables_for_server())
             reply = reply_of(
-                self.endpoint, speaker.model, asked, max_new_tokens=new, drawn=Drawn(warmth, seed=settings.seed)
+                self.endpoint, speaker.model, chat, max_new_tokens=new, drawn=Drawn(warmth, seed=settings.seed)
             ).text
             if streamer is not None:
                 streamer.on_finalized_text(reply, stream_end=True)
-            speaker.history[:] = [*messages, {"role": "assistant", "content": reply}]
+            speaker.history[:] = [*asked, {"role": "assistant", "content": reply}]
             return reply
         try:
             prompt = self.encoder.prompt_ids(messages)
@@ -97,21 +100,29 @@ class ChatSession:
                 temperature=settings.temperature,
                 streamer=streamer,
             )
-        speaker.history[:] = [*messages, {"role": "assistant", "content": reply}]
+        speaker.history[:] = [*asked, {"role": "assistant", "content": reply}]
         return reply
 
 
-def open_run(run_dir: Path, endpoint: Endpoint | None = None) -> ChatSession:
+def open_run(run_dir: Path, endpoint: Endpoint | None = None, *, system: str | None = None) -> ChatSession:
     """Load a finished run, with its base as in training, or talk to the server that has it.
+
+    Args:
+        system: The system message, "" for none; None: the one with which all training rows began, if there is one.
 
     Raises FinetuneError if the folder holds none.
     """
     run, device = finished_run(run_dir), best_device()
-    tokenizer = load_run_tokenizer(run)
+    tokenizer, opening = load_run_tokenizer(run), run.conversation.opening(system)
+    notes: list[str] = []
+    if system is None and run.conversation.system is None:
+        notes.append("system: none is sent, and the training rows have several; send one: --system TEXT")
+    elif opening:
+        notes.append(f"system: {one_line(opening[0]['content'], 200)}")
     if endpoint is not None:
         of_name = {name: Participant(name, model, nullcontext) for name, model in endpoint.models().items()}
         encoder = Encoder(tokenizer, run.recipe.data, run.recipe.model)
-        return ChatSession(tokenizer, encoder, of_name.get("base"), of_name["tuned"], endpoint)
+        return ChatSession(tokenizer, encoder, of_name.get("base"), of_name["tuned"], endpoint, opening, notes)
     if run.recipe.lora is None:
         tuned = Participant("tuned", load_whole(run, device, tuned=True), nullcontext)
         base = Participant("base", load_whole(run, device, tuned=False), nullcontext)
@@ -119,7 +130,9 @@ def open_run(run_dir: Path, endpoint: Endpoint | None = None) -> ChatSession:
         adapted: Any = load_adapted(run, device)
         tuned = Participant("tuned", adapted, nullcontext)
         base = Participant("base", adapted, adapted.disable_adapter)
-    return ChatSession(tokenizer, Encoder(tokenizer, run.recipe.data, run.recipe.model), base, tuned)
+    return ChatSession(
+        tokenizer, Encoder(tokenizer, run.recipe.data, run.recipe.model), base, tuned, None, opening, notes
+    )
 
 
 def chat_loop(
@@ -198,7 +211,11 @@ def _run_command(session: ChatSession, settings: GenerationSettings, command: st
 
 def _save(session: ChatSession, path: Path) -> str:
     """Write each participant's conversation as one row. Returns the text to print."""
-    rows = [{"who": one.name, "messages": one.history} for one in session.speakers("both") if one.history]
+    rows = [
+        {"who": one.name, "messages": [*session.opening, *one.history]}
+        for one in session.speakers("both")
+        if one.history
+    ]
     if not rows:
         return "nothing to show yet"
     try:
@@ -216,6 +233,8 @@ def converse(
 ) -> None:
     """Answer the prompts, or typed lines if there are none, through `log`. Raises FinetuneError."""
     session.speakers(who)
+    for note in session.notes:
+        log(note)
     if not prompts:
         log(HELP)
     chat_loop(session, prompts or typed_lines(), who, settings, log, typed=not prompts)

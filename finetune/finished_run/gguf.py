@@ -64,7 +64,9 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     python, tokenizer = converter(), load_run_tokenizer(run)
     # Without it llama-server sets enable_thinking: true.
     encoder = Encoder(tokenizer, run.recipe.data, run.recipe.model)
-    thinking = ["--reasoning", "off"] if "enable_thinking" in encoder.variables_for_server() else []
+    options = ["--reasoning", "off"] if "enable_thinking" in encoder.variables_for_server() else []
+    if run.conversation.tools:
+        options.append("--jinja")
     source = whole_model(run, prompts, say)
     name = re.sub(r"[^a-z0-9._-]+", "-", run_dir.resolve().name.lower()).strip("-._") or "model"
     file = folder / f"{name}-{quantization}.gguf"
@@ -79,7 +81,7 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
         os.replace(aside / file.name, file)
         sync(folder)
     facts = {"file": str(file), "bytes": file.stat().st_size, "seconds": time.monotonic() - began, **facts}
-    commands = {"llama.cpp": shlex.join(["llama-server", "-m", str(file), *thinking])}
+    commands = {"llama.cpp": shlex.join(["llama-server", "-m", str(file), *options])}
     written, notes = write_modelfile(run, source, tokenizer, file)
     if written is not None:
         commands["ollama"] = shlex.join(["ollama", "create", name, "-f", str(written)])
@@ -100,7 +102,12 @@ def hand_over_gguf(run_dir: Path, engine: Engine, say: Say) -> dict[str, Any]:
         go_template(run, load_run_tokenizer(run))
     facts = write_gguf(run_dir, "q8_0", say)
     file = facts["modelfile"] if engine == "ollama" else facts["file"]
-    return {"folder": str(run_dir / "gguf"), "file": file, "command": facts["commands"][engine]}
+    return {
+        "folder": str(run_dir / "gguf"),
+        "file": file,
+        "command": facts["commands"][engine],
+        "notes": facts["notes"],
+    }
 
 
 def converter() -> Path:

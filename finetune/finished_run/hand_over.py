@@ -29,7 +29,8 @@ from finetune.model.build import configuration
 from finetune.model.packaged import resolve_model_path
 from finetune.model.text_part import auto_class
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.facts import GENERATION, adapter_ends
+from finetune.run_folder.facts import GENERATION
+from finetune.tokens.conversation import Conversation
 from finetune.untrusted.model_folder import ADAPTER_WEIGHTS, look_at_adapter
 from finetune.untrusted.safetensors_header import read_header
 
@@ -62,6 +63,7 @@ def export_for(run_dir: Path, engine: str, to: Path | None, say: Callable[[str],
         raise FinetuneError(f"--to: --for {engine} writes gguf/ in the run's folder; leave --to out")
     facts = hand_over_gguf(run_dir, engine, say)  # type: ignore[arg-type]  # one of the two
     text = f"for {engine}, in 8 bits: {facts['file']}\nserve it:\n  {facts['command']}"
+    text += "".join(f"\nnote: {note}" for note in facts["notes"])
     if engine == "ollama":
         text += f"\nask it:\n  ollama run {facts['command'].split()[2]} 'your question'"
     say(text)
@@ -150,7 +152,9 @@ def _for_vllm(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> Han
     options = ["--dtype", recipe.model.dtype]
     if recipe.model.trust_remote_code:
         options.append("--trust-remote-code")
-    ask = _curl(name, recipe, chat=(run.product / TEMPLATE).is_file())
+    ask = _curl(name, run, chat=(run.product / TEMPLATE).is_file())
+    if run.conversation.tools:
+        options += _tool_options(run.conversation)
     settings: Mapping[str, Any] = {}
     reason = None
     if recipe.lora is not None:
@@ -177,10 +181,14 @@ def _for_vllm(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> Han
             "it was trained over the quantised base, and vLLM adds it to the base's own weights; finetune merge "
             "measures how much that changes"
         )
+    if "PARSER" in options:
+        notes.append("no parser is known for this template's calls; name one of vLLM's in place of PARSER")
     words = f"the adapter as it is, rank {settings['r']}"
 
     def write(target: Path) -> None:
         shutil.copytree(run.product, target)
+        if len(run.conversation.templates) > 1:  # vLLM takes one template, and would take the default for tools too
+            write_text(target / TEMPLATE, run.conversation.template_for_engines())
 
     return HandOver("accepted", words, command, ask, write, tuple(notes))
 
@@ -205,14 +213,26 @@ def _link_files(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=link)
 
 
-def _curl(model: str, recipe: Recipe, *, chat: bool) -> list[str]:
+# A text in a chat template -> vLLM's parser for the calls that it writes. The first one counts.
+CALL_PARSERS = {"<function=": "qwen3_coder", "<arg_key>": "glm45", "<tool_call>": "hermes", "[TOOL_CALLS]": "mistral",
+                "ipython": "llama3_json"}  # fmt: skip
+
+
+def _tool_options(conversation: Conversation) -> list[str]:
+    """vLLM's options, without which it returns calls as text."""
+    templates = "".join(conversation.templates.values())
+    parser = next((parser for text, parser in CALL_PARSERS.items() if text in templates), "PARSER")
+    return ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+
+
+def _curl(model: str, run: FinishedRun, *, chat: bool) -> list[str]:
     """A request to a server on this machine, greedy, in the form that the model was trained on."""
     body: dict[str, Any] = {"model": model, "max_tokens": 64, "temperature": 0}
     place = "completions"
     if chat:
         place = "chat/completions"
-        body["messages"] = [{"role": "user", "content": QUESTION}]
-        if variables := recipe.data.chat_template_kwargs:
+        body["messages"] = [*run.conversation.opening(), {"role": "user", "content": QUESTION}]
+        if variables := run.recipe.data.chat_template_kwargs:
             body["chat_template_kwargs"] = variables
     else:
         body["prompt"] = QUESTION
@@ -226,7 +246,7 @@ def _script(run: FinishedRun, automatic: str, *, adapter: bool) -> str:
 
     section, quantization = run.recipe.model, run.recipe.quantization
     names, options = [automatic, "AutoTokenizer"], [f"dtype={section.dtype!r}"]
-    trust = ends = ""
+    trust, has_settings = "", (run.product / GENERATION).is_file()  # an adapter has them where its base's differ
     if section.trust_remote_code:
         trust = ", trust_remote_code=True"
     if adapter:
@@ -237,8 +257,8 @@ def _script(run: FinishedRun, automatic: str, *, adapter: bool) -> str:
         if quantization is not None:
             names.append("BitsAndBytesConfig")
             options.append(f"quantization_config=BitsAndBytesConfig(**{quantization.model_dump()!r})")
-        if own := adapter_ends(run.product):
-            ends = f", eos_token_id={own}"
+        if has_settings:
+            names.append("GenerationConfig")
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
@@ -251,5 +271,6 @@ def _script(run: FinishedRun, automatic: str, *, adapter: bool) -> str:
         trust=trust,
         new_tokens=section.new_tokens,
         variables=repr(run.recipe.data.chat_template_kwargs),
-        ends=ends,
+        has_settings=has_settings,
+        opening=repr(run.conversation.opening()).removesuffix("]") + ", " * bool(run.conversation.opening()),
     )

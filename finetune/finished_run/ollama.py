@@ -209,8 +209,13 @@ def write_modelfile(
     except FinetuneError as error:
         file.unlink(missing_ok=True)  # an earlier one names an earlier GGUF
         return None, [f"no Modelfile: {error}"]
-    write_text(file, modelfile(run, source, tokenizer, template, gguf.name))
-    return file, list(notes)
+    text, notes = modelfile(run, source, tokenizer, template, gguf.name), list(notes)
+    write_text(file, text)
+    if run.conversation.opening() and "\nSYSTEM " not in text:
+        notes.append("the Modelfile cannot hold the training rows' system message: send it with each request")
+    if run.conversation.tools:
+        notes.append("the Modelfile passes no tools: serve rows with tools by llama-server --jinja or vLLM")
+    return file, notes
 
 
 def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase, template: str, gguf: str) -> str:
@@ -225,10 +230,14 @@ def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase
     config = config.get("text_config", config)
     settings = generation_settings(source)
     texts = [tokenizer.convert_ids_to_tokens(token) for token in sorted(end_tokens_of(run, source, tokenizer))]
+    system = [
+        message for message in run.conversation.opening() if '"""' not in message["content"] and ".System" in template
+    ]
     positions = config.get("max_position_embeddings", USUAL_CONTEXT)
     lines = [
         f"FROM ./{gguf}",
         f'TEMPLATE """{template}"""',
+        *(f'SYSTEM """{message["content"]}"""' for message in system),
         *(f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in texts if text),
         f"PARAMETER num_ctx {min(positions, max(run.recipe.data.max_length, USUAL_CONTEXT))}",
     ]

@@ -49,11 +49,20 @@ OBJECTIVE_TAGS = {"supervised": "sft", "dpo": "dpo", "kto": "kto"}
 CARD_TEMPLATE = "model_card.md.jinja"
 
 
-def card_text(repo_id: str, run: RunFacts, base: BaseFacts, *, is_chat: bool = True, ends: Sequence[int] = ()) -> str:
+def card_text(
+    repo_id: str,
+    run: RunFacts,
+    base: BaseFacts,
+    *,
+    is_chat: bool = True,
+    has_settings: bool = False,
+    opening: Sequence[Mapping[str, str]] = (),
+) -> str:
     """Render README.md: this module collects the facts, model_card.md.jinja holds the text.
 
-    With `is_chat` the tokenizer has a chat template, which the example uses. `ends` are an adapter's own end
-    tokens. The metadata pass `huggingface_hub.ModelCard`'s parsing and the Hub's own validation.
+    With `is_chat` the tokenizer has a chat template, which the example uses. With `has_settings` an adapter has a
+    generation_config.json of its own. `opening` are the messages before a question. The metadata pass
+    `huggingface_hub.ModelCard`'s parsing and the Hub's own validation.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -104,7 +113,8 @@ def card_text(repo_id: str, run: RunFacts, base: BaseFacts, *, is_chat: bool = T
         auto_class=auto_class,
         adapter=adapter,
         is_chat=is_chat,
-        ends=list(ends),
+        has_settings=has_settings,
+        opening=[json.dumps(message["content"], ensure_ascii=False) for message in opening],
         question=json.dumps((run.recipe.samples.prompts or ["Hello! What can you do?"])[0], ensure_ascii=False),
         template_settings="".join(
             f", {name}={value!r}" for name, value in run.recipe.data.chat_template_kwargs.items()

@@ -20,7 +20,8 @@ from finetune.hub.upload_files import Outgoing, check_no_secrets, collect, produ
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets
-from finetune.run_folder.facts import adapter_ends, read_run
+from finetune.run_folder.facts import GENERATION, read_run
+from finetune.tokens.conversation import read_conversation
 from finetune.untrusted.json_files import read_bounded
 from finetune.untrusted.library_words import in_one_line, words_of
 
@@ -119,8 +120,15 @@ def prepare_upload(run_dir: Path, destination: Destination, *, api: HfApi | None
         base = ask_licence(base, api)
     facts = read_run(run_dir, recipe, merged=destination.merged)
     with in_one_line(lambda error: FinetuneError(f"{run_dir}: its files are not those of a run: {words_of(error)}")):
-        is_chat, ends = (product / "chat_template.jinja").is_file(), adapter_ends(product) if facts.is_adapter else []
-        text = card_text(destination.repo_id, facts, base, is_chat=is_chat, ends=ends)
+        is_chat, conversation = (product / "chat_template.jinja").is_file(), read_conversation(run_dir)
+        text = card_text(
+            destination.repo_id,
+            facts,
+            base,
+            is_chat=is_chat,
+            has_settings=facts.is_adapter and (product / GENERATION).is_file(),
+            opening=conversation.opening() if conversation else (),
+        )
     files, left_out = collect(run_dir, recipe, base=base.name, card=text, merged=destination.merged)
     check_no_secrets(files, known_secrets())
     # The card as it is sent: local paths in it are shortened.

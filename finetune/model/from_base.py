@@ -29,6 +29,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from finetune.files import TEMPORARY_PREFIX, write_json, write_text
 from finetune.model.dtypes import dtype_name
+from finetune.model.generate import without_penalties
 from finetune.model.packaged import folder_of, resolve_model_path
 from finetune.model.stored_structure import passed_over, stored_structure
 from finetune.model.text_part import names_in_whole
@@ -129,7 +130,7 @@ def write_model_settings(folder: Path, model: PreTrainedModel, section: ModelSec
         own = read_object(base / GENERATION_SETTINGS)
         if generation.is_file() and (ends := json.loads(generation.read_text("utf-8")).get("eos_token_id")) is not None:
             own["eos_token_id"] = ends  # the training may have added its stop tokens
-        write_settings(generation, own)
+        write_settings(generation, without_penalties(own))
     copy_code(folder, section)
 
 

@@ -28,6 +28,12 @@ BATCH_TOKENS, MOST_BATCH_TOKENS = 2048, 131_072
 FIRST_ROUND = 128  # new tokens of each row before those that ended leave their batch
 # None overrides what the model's own generation settings say of sampling.
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+# Settings in a base's generation_config.json that change greedy answers. A run is measured without them, and its
+# exports are served without them.
+PENALTIES = ("repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size",
+             "exponential_decay_length_penalty", "min_length", "min_new_tokens", "bad_words_ids", "force_words_ids",
+             "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id",
+             "num_beams", "num_beam_groups", "penalty_alpha", "guidance_scale", "dola_layers")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -290,14 +296,28 @@ def without_settings(model: nn.Module, **settings: Any) -> Iterator[None]:
 
 def stop_on(model: nn.Module, stops: Iterable[int]) -> list[int]:
     """Add the tokens that end the training's answers to the model's generation settings, which answers and exports
-    follow. Returns the tokens that the settings lacked."""
+    follow, and take penalties out. Returns the tokens that the settings lacked."""
     settings = getattr(decoder_parts(model), "generation_config", None)
+    for name in penalties_of(model):
+        setattr(settings, name, getattr(GenerationConfig(), name))
     listed = getattr(settings, "eos_token_id", None)
     own = [token for token in (listed if isinstance(listed, list) else [listed]) if token is not None]
     lacking = [token for token in stops if token not in own]
     if settings is not None and lacking:
         settings.eos_token_id = [*own, *lacking]
     return lacking
+
+
+def penalties_of(model: nn.Module) -> dict[str, Any]:
+    """The model's generation settings that change greedy answers."""
+    usual = vars(GenerationConfig())
+    settings = vars(getattr(decoder_parts(model), "generation_config", None) or GenerationConfig())
+    return {name: settings[name] for name in PENALTIES if settings.get(name) not in (None, usual.get(name))}
+
+
+def without_penalties(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A generation_config.json's settings without those that change greedy answers."""
+    return {name: value for name, value in settings.items() if name not in PENALTIES}
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:

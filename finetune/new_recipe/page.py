@@ -44,6 +44,7 @@ class Counts:
     too_long: int = 0  # rows with more than max_length tokens
     beyond: float = 0.0  # share of all tokens that a cut at max_length takes
     unanswered: int = 0  # rows whose question alone is longer than max_length
+    refusal: str = ""  # why training would refuse the rows
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import yaml
 
 from finetune.closed_form.shape import approximate_weights
 from finetune.data.chat import Chat, Content, Passage, documents_in
-from finetune.data.dialect import csv_dialect, found_encoding
+from finetune.data.dialect import csv_dialect
 from finetune.data.readers import SourceRow
 from finetune.data.readings import (
     Reading,
@@ -37,9 +37,10 @@ from finetune.data.readings import (
 )
 from finetune.data.rows import Mistakes, RowReader, notes_on_reading
 from finetune.data.sources import Source, files_below, resolve
-from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearEncoding
+from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearFile
 from finetune.files import check_output
 from finetune.model.known_configs import config_here
+from finetune.model.packaged import resolve_model_path
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
@@ -51,13 +52,15 @@ from finetune.recipe.optimizers import usual_rate
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.sections.data import Truncation
 from finetune.recipe.sections.training import Objective
-from finetune.tokens.estimate import estimated_rows, text_of
+from finetune.tokens.check_documents import prepared_here
+from finetune.tokens.estimate import text_of
 from finetune.wording import counted, percent
 
 SHOWN = 5  # rows
 SUFFIXES_TO_REMOVE = (".gz", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".txt", ".md")
 COUNTING_SECONDS, COUNTING_SECONDS_IF_LARGE = 20.0, 3.0
 ASSUMED_TOKEN_BYTES = 3.0  # without a tokenizer: English has 4, German 3
+TOKENS_AROUND_TOOLS = 256  # that templates write beside the tools themselves: Qwen3-Coder's has 250
 SMALLEST_SPLIT = 10
 CPU_TOKENS = 30_000  # of SmolLM2-135M, trained in three to five minutes on two cores
 ROW_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
@@ -118,6 +121,8 @@ def read_columns(text: str | None) -> dict[str, str]:
     for key in columns:
         if key not in COLUMNS:
             raise FinetuneError(f"--columns: {one_line(repr(key), 60)} is none of our columns; {form}, or text=NAME")
+    if len({*columns.values()}) < len(columns):
+        raise FinetuneError(f"--columns: one column is named twice; {form}")
     if columns and _format_of(columns) is None:
         needs = "needs instruction and output, messages, or text alone"
         if {"prompt", "chosen", "rejected", "completion", "label"} & {*columns}:
@@ -178,18 +183,24 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     if file.exists():
         raise FinetuneError(f"{file}: is there already; name another file with -o, or delete it")
     source = resolve(entry)
-    if encoding := _asked_encoding(source, choose_one):
-        entry = entry.model_copy(update={"encoding": encoding})
-        source = resolve(entry)
-    sample = read_sample(source)
+    try:
+        sample = read_sample(source)
+    except UnclearFile as error:
+        if choose_one is None:
+            raise
+        ways = [f"{word}   ({error.key}: {name})" for name, word in error.readings]
+        entry = entry.model_copy(update={error.key: error.readings[choose_one(ways)][0]})
+        sample = read_sample(source := resolve(entry))
     names = [str(name) for name in sample.rows[0]]
-    if source.kind == "csv" and not options.columns and looks_like_data(names, sample.rows):
+    if source.kind in ("csv", "excel") and not options.columns and looks_like_data(names, sample.rows):
         header = ["question", "answer", *(f"column{number}" for number in range(3, len(names) + 1))][: len(names)]
-        line = csv_dialect(source.files[0], encoding=entry.encoding).delimiter.join(header)
+        delimiter = " | "
+        if source.kind == "csv":
+            delimiter = csv_dialect(source.files[0], encoding=entry.encoding).delimiter
         raise DataError(
             [
                 f"{source.files[0]}:1: the first line looks like data, not like column names ({in_quotes(names)}); "
-                f"put a line with names before it: {line}"
+                f"put a line with names before it: {delimiter.join(header)}"
             ]
         )
     result = readings(entry.format, sample.rows)
@@ -213,11 +224,20 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     entry = DataSet.model_validate(entry.model_dump(exclude_defaults=True) | changes)
     counts, examples, notes = _count_rows(entry, sample)
     gpus = parse_gpus(options.gpus) if options.gpus else gpus_here()
-    length, choice = _choose_length_and_model(counts.longest_bytes, gpus, options.model, reading.objective)
-    if choice.model.startswith("Qwen/Qwen3-") and reading.format != "text":
-        entry = entry.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
     truncation: Truncation = "split" if reading.format == "text" else "right"
-    settings, counts = _choose_settings(entry, counts, choice, length, truncation, reading.objective)
+    read, length, longer = counts, 0, counts.longest_bytes / ASSUMED_TOKEN_BYTES * 1.2 + 32
+    longer += TOKENS_AROUND_TOOLS * (counts.with_tools > 0)
+    # By bytes first. If training's own encoder finds longer rows, with the next size that model and method allow.
+    while True:
+        shorter, (length, choice) = length, _choose_length_and_model(longer, gpus, options.model, reading.objective)
+        if choice.model.startswith("Qwen/Qwen3-") and reading.format != "text":
+            entry = entry.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
+        if length == shorter:
+            break
+        settings, counts = _choose_settings(entry, read, choice, length, truncation, reading.objective)
+        if not counts.too_long or truncation == "split":
+            break
+        longer = length + 1
     text = recipe_text(entry, counts, choice, settings, file)
     Recipe.model_validate(yaml.safe_load(text))  # our own text must be a valid recipe
     lines = _findings(source, sample, result, reading, entry, counts, length, examples)
@@ -231,20 +251,6 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     return Proposal(entry, reading, counts, choice, settings, examples, tuple(lines), file, text)
 
 
-def _asked_encoding(source: Source, choose_one: Callable[[Sequence[str]], int] | None) -> str | None:
-    """The user's choice if two code pages are plausible, else None. Raises UnclearEncoding if nobody can choose."""
-    if source.kind in ("csv", "text") and source.entry.encoding is None:
-        for file in source.files:
-            try:
-                found_encoding(file)
-            except UnclearEncoding as error:
-                if choose_one is None:
-                    raise
-                ways = [f"{word}   (encoding: {name})" for name, word in error.readings]
-                return error.readings[choose_one(ways)][0]
-    return None
-
-
 def _choose_reading(
     target: str, result: Readings, options: Options, choose_one: Callable[[Sequence[str]], int] | None
 ) -> Reading:
@@ -252,7 +258,10 @@ def _choose_reading(
     target, plausible = one_line(target), result.found
     if options.columns:
         names = {column.name: column for column in result.columns}
-        missing = [theirs for theirs in options.columns.values() if theirs not in names]
+        # A path into an object is looked up when the rows are counted.
+        missing = [
+            theirs for theirs in options.columns.values() if {theirs, theirs.partition(".")[0]}.isdisjoint(names)
+        ]
         if missing:
             listed = in_quotes(sorted(names))
             raise DataError([f"--columns: {target} has no column {one_line(repr(missing[0]), 60)}, but {listed}"])
@@ -380,13 +389,12 @@ def _has_short_answers(document: Chat | Passage) -> bool:
 
 
 def _choose_length_and_model(
-    longest_bytes: int, gpus: Gpus | None, model: str | None, objective: Objective
+    tokens: float, gpus: Gpus | None, model: str | None, objective: Objective
 ) -> tuple[int, Choice]:
-    """Choose max_length, the model and the method. max_length is the smallest size for the longest row's bytes.
+    """Choose max_length, the model and the method. max_length is the smallest size for so many tokens.
 
     More than USUAL_ROWS tokens are chosen only if the model and the method stay the same.
     """
-    tokens = longest_bytes / ASSUMED_TOKEN_BYTES * 1.2 + 32
     sizes = [size for size in ROW_SIZES if gpus is not None or size <= MOST_ON_CPU]
     wanted = next((size for size in sizes if size >= tokens), sizes[-1])
     usual = min(wanted, USUAL_ROWS)
@@ -461,22 +469,35 @@ def _count_tokens(
             "training": {"objective": objective},
         }
     )
-    measured = estimated_rows(probe) if counts.is_whole else None
-    if measured is None:
+    if model == EMBEDDED:
+        with suppress(FinetuneError):  # the next command names it
+            resolve_model_path(model)  # converts it once, as the next command would
+    prepared = None
+    try:
+        prepared = prepared_here(probe) if counts.is_whole else None
+    except DataError as error:
+        unanswered = counts.rows * ("holds no document" in str(error))
+        counts = replace(counts, refusal=error.mistakes[0], too_long=unanswered, unanswered=unanswered)
+    except FinetuneError:  # a cache that cannot be written, or a damaged tokenizer: the next command says so
+        pass
+    if prepared is None:
         tokens = round(counts.rows * (counts.mean_bytes / ASSUMED_TOKEN_BYTES + 12))
         longest = round(counts.longest_bytes / ASSUMED_TOKEN_BYTES + 12)
         packed = counts.rows
         if objective == "supervised":
             packed = math.ceil(tokens / length)
         return replace(counts, tokens=tokens, longest=longest), packed
-    too_long = 0
-    bytes_a_token = counts.mean_bytes * counts.rows * (1 - held_out) / max(1, measured.tokens)
-    longest = round(counts.longest_bytes / bytes_a_token)
-    if measured.too_long:
-        too_long, longest = measured.too_long[0], measured.too_long[2]
-    counts = replace(counts, tokens=measured.tokens, longest=longest, too_long=too_long)
-    counts = replace(counts, beyond=measured.beyond, unanswered=measured.unanswered if truncation == "right" else 0)
-    return counts, measured.rows
+    facts = prepared.facts
+    cut, unanswered = facts["tokens_cut"], facts.get("unanswered", 0)
+    counts = replace(
+        counts,
+        tokens=facts["tokens"],
+        longest=max(int(prepared.pool.longest().max()), facts.get("longest_unanswered", 0)),
+        too_long=facts["truncated"] + unanswered + prepared.pool.stores[0].facts["texts_split"],
+        beyond=cut / (cut + int(prepared.pool.lengths.sum())),
+        unanswered=unanswered,
+    )
+    return counts, facts["rows"]
 
 
 def _findings(
@@ -505,11 +526,12 @@ def _findings(
     names = list(dict.fromkeys(name for row in sample.rows[:100] for name in row))
     lines = [f"{source.name}: {name}; {rows}; columns {in_quotes(names)}"]
     folder = Path(source.entry.path)
+    others: list[str] = []
     if folder.is_dir() and source.kind != "hub":
-        files = [file for file in files_below(folder) if not file.name.startswith(".")]
-        if others := [str(file.relative_to(folder)) for file in files if file not in source.files]:
-            more = f" and {len(others) - 3} more" * (len(others) > 3)
-            lines.append(f"files that are not used: {in_quotes(others[:3])}{more}; data.train and data.eval name files")
+        others = [str(file.relative_to(folder)) for file in files_below(folder)[0] if file not in source.files]
+    if others:
+        more = f" and {len(others) - 3} more" * (len(others) > 3)
+        lines.append(f"files that are not used: {in_quotes(others[:3])}{more}; data.train and data.eval name files")
     unused = result.unused(reading)
     line = f"read as {in_yaml(reading.columns) if reading.columns else reading.format}"
     if reading.labels:
@@ -546,7 +568,9 @@ def _findings(
         if reading.format != "text":
             few += "; a hundred are a beginning"
         lines.append(few)
-    if counts.unanswered:
+    if counts.refusal and not (counts.refused or counts.with_tools):
+        lines.append(f"training would refuse these rows: {counts.refusal}")
+    elif counts.unanswered:
         lines.append(
             f"a question longer than max_length ({length:,} tokens): {counted(counts.unanswered, 'row')}; no answer is "
             f"left after the cut, so they are left out; max_length: {counts.longest} keeps them"

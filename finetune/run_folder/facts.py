@@ -39,13 +39,6 @@ MOST_RECORD_BYTES = 64 * 2**20  # receipt.json has a checksum for each trained t
 GENERATION = "generation_config.json"  # transformers' name for it; in adapter/ only with the training's own ends
 
 
-def adapter_ends(adapter: Path) -> list[int]:
-    """The tokens that end an adapter's answers; empty if the base's own settings have them. Raises FinetuneError."""
-    file = adapter / GENERATION
-    listed = read_object(file).get("eos_token_id") if file.is_file() else []
-    return [token for token in (listed if isinstance(listed, list) else [listed]) if type(token) is int]
-
-
 def require_run_folder(run_dir: Path) -> Path:
     """The recipe's file in a run folder. Raises FinetuneError for other folders.
 

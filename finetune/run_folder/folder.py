@@ -117,7 +117,7 @@ class RunIdentity:
 
     values: Mapping[str, Any]  # `curve_identity` and the curve's other inputs (data fingerprint, ...), as JSON
     at_default: Collection[str] = ()  # `keys_at_default`: an older release lacks newer keys, and may lack these
-    also: Mapping[str, str] = field(default_factory=dict)  # other values with the same meaning, of the release before
+    also: Mapping[str, Collection[str]] = field(default_factory=dict)  # values of earlier releases, the same in meaning
 
     def __post_init__(self) -> None:
         # The saved identity was JSON once. The same round trip makes tuples lists, so that the two can be compared.
@@ -138,8 +138,8 @@ class RunIdentity:
         # An older release may have saved keys that are free to change now. It lacks newer keys, then at their defaults.
         identity = self.values
         earlier = {key: identity[key] for key in self.at_default} | previous["identity"]
-        for key, value in self.also.items():
-            if earlier.get(key) == value:
+        for key, values in self.also.items():
+            if earlier.get(key) in values:
                 earlier[key] = identity[key]
         keys = (key for key in {**earlier, **identity} if not _is_free(key))
         differing = [key for key in keys if earlier.get(key, _UNSET) != identity.get(key, _UNSET)]

@@ -19,7 +19,7 @@ from finetune.model.base_identity import BASE_CONTENT, base_identity, recorded_b
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
 from finetune.model.from_base import add_untrained, buffers_of_base, save_tokenizer, write_model_settings
-from finetune.model.generate import stop_on
+from finetune.model.generate import stop_on, without_penalties
 from finetune.model.packaged import base_file, own_end_tokens, published_name
 from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.adapter_config import WEIGHTS, is_on_top
@@ -239,12 +239,12 @@ def export_weights(
 
 
 def _settings_with(stops: Sequence[int], recipe: Recipe, model: torch.nn.Module) -> dict[str, Any] | None:
-    """The base's generation settings with the training's stop tokens; None if its own list them already."""
-    own = own_end_tokens(recipe.model)
-    if set(stops) <= set(own):
+    """The base's generation settings with the training's stops, without penalties; None if they equal the base's."""
+    own, file = own_end_tokens(recipe.model), base_file(recipe.model, GENERATION)
+    listed = read_object(file) if file else decoder_parts(model).generation_config.to_diff_dict()
+    settings = without_penalties(listed)
+    if set(stops) <= set(own) and settings == listed:
         return None
-    file = base_file(recipe.model, GENERATION)
-    settings = read_object(file) if file else decoder_parts(model).generation_config.to_diff_dict()
     return settings | {"eos_token_id": [*own, *(stop for stop in stops if stop not in own)]}
 
 

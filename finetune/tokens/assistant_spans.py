@@ -59,6 +59,7 @@ _PROBE_TOOL = {
     "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
 }
 _PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"at": "a"}}}
+_LIKE_TOKEN = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|<(?:start|end)_of_turn>")  # as chat templates write control tokens
 _LONGEST_TOKEN = 40  # characters in which a control token that begins before a position may end
 
 
@@ -292,6 +293,12 @@ class SpanFinder:
                     "the turn, or give data.chat_template one that writes it at the end alone"
                 )
             return tokens[-1]
+        if foreign := list(dict.fromkeys(_LIKE_TOKEN.findall(text[texts_end:]))):
+            listed = ", ".join(f'"{token}"' for token in dict.fromkeys([*_LIKE_TOKEN.findall(text[:start]), *foreign]))
+            raise BadRow(
+                f"the chat template ends turn {number} with {foreign[0]}, which is no token of this tokenizer; write "
+                f"model.add_special_tokens: [{listed}], or give data.chat_template one for this model"
+            )
         raise BadRow(
             "the chat template writes no end-of-turn token after the assistant's text, so the model would not "
             f"learn to stop (turn {number}); give data.chat_template one that does, for example {{{{ eos_token }}}}"
@@ -323,12 +330,15 @@ class SpanFinder:
             pass
         elif block and matched >= block.start():
             is_closed, place = "</think>" in block.group(), begin + block.start()
+            closes_itself = chat.text[place:].lstrip().startswith("</think>")  # GLM 4.7: <bot></think>Hello<end>
             own_block = _OWN_BLOCK.match(chat.text, place)
             if is_closed and reasoning_of(message).strip():
                 raise ReasoningAfterClosedBlock(index)
             if own_block is None:
                 start = place
-                if not is_closed:  # the model closes the block
+                if closes_itself and not is_closed:
+                    thought = reasoning_of(message).strip()
+                elif not is_closed:  # the model closes the block
                     thought = f"{reasoning_of(message).strip()}\n</think>\n\n"
                     start = _skip(chat.text, place, "\n")
             elif is_closed:
@@ -491,6 +501,10 @@ class SpanFinder:
             return ""
         return rest[: token.end()]
 
+    def _always_asks(self, messages: Messages) -> bool:
+        """Whether the template writes the header for the next answer even without add_generation_prompt."""
+        return self._render(messages, None) == self._render(messages, None, generation_prompt=True)
+
     # -- the template's habits ---------------------------------------------------------------------------------------
 
     def _habits(self, tools: Tools) -> _Habits:
@@ -516,7 +530,11 @@ class SpanFinder:
             followed = self._render([question, answer, question], probe_tools).rpartition(_PROBE)[2]
             headers[0] = self._header_after(ended, followed)
             turn_end = ended[: self._common_pieces(ended, followed)]
-            if own_tokens := [*self.special.finditer(turn_end)]:  # else the last turn has a stop token of its own
+            own_tokens = [*self.special.finditer(turn_end)]
+            if ended[len(turn_end) :].strip() and self._always_asks([question, answer]):
+                # The common part goes on into the next header: <end>\\n<bot> and <end>\\n<user> share <.
+                own_tokens = own_tokens[:1]
+            if own_tokens:  # else the last turn has a stop token of its own
                 stop, closing = own_tokens[-1].group(), ended[own_tokens[-1].end() :]
         except BadRow:  # the template needs another kind of chat
             pass

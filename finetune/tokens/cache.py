@@ -42,8 +42,8 @@ from finetune.tokens.encoder import IGNORE, REMARKS, Document, Encoder, RowError
 from finetune.tokens.marks import OmittedFromHistory
 from finetune.wording import counted
 
-VERSION = 8
-VERSION_BEFORE = 7  # of the release before 1.0: its runs can be resumed
+VERSION = 9
+EARLIER_VERSIONS = (7, 8)  # their runs are resumed, if the rows give as many tokens
 # The refusal of judged answers with nothing to measure the KL baseline on.
 ONE_ANSWER = "data.train: every judged answer is one text, and kto measures each against another; add other answers"
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; and memory holds only these
@@ -124,7 +124,10 @@ def documents_key(source: Source, data: Data, encoder: Encoder, version: int = V
     reading |= source.entry.model_dump(
         include={"template", "drop", "delimiter", "encoding", "labels", "sheet"}, exclude_defaults=True
     )
-    parts = {"version": version, "source": source.key(), "reading": reading, "encoder": encoder.identity()}
+    identity = encoder.identity()
+    if version in EARLIER_VERSIONS:
+        identity.pop("ends", None)
+    parts = {"version": version, "source": source.key(), "reading": reading, "encoder": identity}
     return content_key(parts | settings)
 
 
@@ -256,7 +259,9 @@ def fitted_units(
         if len(fitted) == 2 and all(fitted) and are_alike([pieces[0] for pieces in fitted]):
             counts["identical_cut"] += 1
             continue
+        longest = max(counts["longest_unanswered"], found.pop("longest_unanswered", 0))
         counts.update(found)
+        counts["longest_unanswered"] = longest
         # Each piece of a text is a document. A pair keeps both answers, or is left out.
         yield from ((unit, [*pieces]) for pieces in zip(*fitted, strict=False))
 
@@ -276,15 +281,20 @@ def nothing_left(key: str, counts: Sequence[Mapping[str, Any]], max_length: int)
     """The refusal if these data sets have no document left, with the reasons in their counts."""
     names = ("identical", "identical_cut", "dropped")
     equal, cut, dropped = (sum(int(each.get(name, 0)) for each in counts) for name in names)
-    reasons, remedy = [], "check data.max_length and data.truncation"
+    longest = max((int(each.get("longest_unanswered", 0)) for each in counts), default=0)
+    unanswered = sum(int(each.get("unanswered", 0)) for each in counts)
+    reasons, remedy = list[str](), "check data.max_length and data.truncation"
     if equal:
         remedy = "name pairs whose answers differ as the chat template writes them"
         reasons.append(f"{counted(equal, 'pair')} with two equal answers")
     if cut:
         remedy = "raise data.max_length"
         reasons.append(f"{counted(cut, 'pair')} whose answers differ only beyond data.max_length ({max_length:,})")
-    if reasons and dropped:
-        reasons.append(f"{counted(dropped, 'document')} longer than that, or without a supervised token")
+    if dropped:
+        if longest and not reasons:  # an older cache has none
+            remedy = f"data.max_length: {longest} keeps all"
+        which = "whose question alone is longer than" if unanswered else "longer than"
+        reasons.append(f"{counted(dropped, 'document')} {which} data.max_length ({max_length:,})")
     return f"{key}: holds no document{': ' if reasons else ''}{', '.join(reasons)}; {remedy}"
 
 
@@ -315,9 +325,9 @@ def fit(
         counts["tokens_cut"] += length - limit
         return [truncated]
     counts["dropped"] += 1
+    counts["longest_unanswered"] = max(counts["longest_unanswered"], length)
     if data.truncation == "right":  # cut before the first supervised token
         counts["unanswered"] += 1
-        counts["longest_unanswered"] = max(counts["longest_unanswered"], length)
     return []
 
 

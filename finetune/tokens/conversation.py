@@ -4,7 +4,7 @@ It is written when rows are tokenised. Samples, scores, chat, eval and every exp
 file or the base's settings.
 
     {"templates": {"default": "{% for ..."}, "date_string": "26 Jul 2024", "chat_template_kwargs": {},
-     "stops": {"<|im_end|>": 2}}
+     "stops": {"<|im_end|>": 2}, "system": "Answer briefly.", "tools": false}
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONVERSATION = "conversation.json"
+REQUIRED = ("templates", "date_string", "chat_template_kwargs", "stops")
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
 
 
@@ -34,6 +35,13 @@ class Conversation:
     date_string: str
     chat_template_kwargs: Mapping[str, Any]
     stops: Mapping[str, int]  # token -> its id
+    system: str | None = ""  # the system message with which all training rows begin; None: they have several
+    tools: bool = False  # whether training rows have tools or calls
+
+    def opening(self, own: str | None = None) -> list[dict[str, str]]:
+        """The messages with which a chat begins: the run's system message, or the user's `own` ("": none)."""
+        text = self.system if own is None else own
+        return [{"role": "system", "content": text}] if text else []
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,6 +67,16 @@ class Conversation:
             return text
         return f"{tags.removesuffix('-%}')}%}}\n{text}"
 
+    def template_for_engines(self) -> str:
+        """One template for engines that take one: the template for tools where a request has some, as transformers
+        chooses, else the default."""
+        default = self.exported_template()
+        if "tool_use" not in self.templates:
+            return default
+        with_tools = self.exported_template("tool_use")
+        texts = (text.removesuffix("\n") for text in (with_tools, default))  # Jinja leaves out a file's last line break
+        return "{{% if tools %}}\n{}{{% else %}}\n{}{{% endif %}}".format(*texts)
+
     def applied_to(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         """The tokenizer to export: a copy with the training's template as its own."""
         if not self.templates:
@@ -75,7 +93,8 @@ def read_conversation(run_dir: Path) -> Conversation | None:
     if not file.is_file():
         return None
     facts = read_object(file)
-    templates, date, variables, stops = (facts.get(name) for name in Conversation.__slots__)
+    templates, date, variables, stops = (facts.get(name) for name in REQUIRED)
+    system, tools = facts.get("system", ""), facts.get("tools", False)  # an earlier release wrote neither
     problem = None
     if not _texts_by_name(templates) or (templates and "default" not in templates):
         problem = "templates"
@@ -85,9 +104,13 @@ def read_conversation(run_dir: Path) -> Conversation | None:
         problem = "chat_template_kwargs"
     elif not isinstance(stops, dict) or not all(type(number) is int and number >= 0 for number in stops.values()):
         problem = "stops"
+    elif not isinstance(system, str | None):
+        problem = "system"
+    elif not isinstance(tools, bool):
+        problem = "tools"
     if problem:
         raise unreadable(file, f"{problem} is not as a training writes it", "resume the run, which writes it again")
-    return Conversation(templates, date, variables, stops)  # type: ignore[arg-type]  # each was checked
+    return Conversation(templates, date, variables, stops, system, tools)  # type: ignore[arg-type]  # each was checked
 
 
 def _texts_by_name(value: Any) -> bool:

@@ -14,8 +14,8 @@ from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import EvalFraction, Recipe
 from finetune.tokens.cache import (
+    EARLIER_VERSIONS,
     ONE_ANSWER,
-    VERSION_BEFORE,
     StoredDocuments,
     content_key,
     documents_key,
@@ -23,7 +23,7 @@ from finetune.tokens.cache import (
     stored_documents,
 )
 from finetune.tokens.conversation import Conversation
-from finetune.tokens.encoder import OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt, answer_of
+from finetune.tokens.encoder import IGNORE, OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt, answer_of
 from finetune.tokens.mixture import DocumentPool, Rows, Split, split_documents
 from finetune.wording import counted, percent
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MUCH = 0.1  # from this share of cut tokens on, the note names a remedy
 SCANNED = 2**20  # tokens that are searched at a time
+MOST_COMPARED = 100_000  # documents whose questions are compared, in about a second
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Prepared:
     eval: Rows | None
     eval_sets: dict[str, Rows]  # the rows of `eval` by data set, if data.eval names several; else empty
     fingerprint: str  # content address for data, tokenizer, template and settings
-    fingerprint_before: str  # as the release before 1.0 made it, for runs that it began
+    earlier_fingerprints: tuple[str, ...]  # as earlier releases made it, for runs that they began
     facts: dict[str, Any]  # counts for receipt and terminal
     prompts: list[SamplePrompt]  # to be answered before and after training
     conversation: Conversation  # how chats are written, and the tokens that end the answers
@@ -70,6 +71,12 @@ class Prepared:
             ("identical", "pair", "left out: the chosen answer is the rejected one"),
             ("identical_cut", "pair", "left out: the answers differ only beyond data.max_length; raise it"),
             ("eval_duplicates_left_out", "held-out document", "left out: identical ones are trained on"),
+            (
+                "eval_questions_trained_on",
+                "held-out document",
+                "with a question that is trained on too; their loss says little about new questions: name "
+                "rows of other questions in data.eval",
+            ),
             (
                 "control_token_texts",
                 "text",
@@ -126,7 +133,7 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     encoder = Encoder(tokenizer, data, recipe.model)
     entries = data.sets
     keys: list[str] = []
-    keys_before: list[str] = []
+    earlier_keys: dict[int, list[str]] = {version: [] for version in EARLIER_VERSIONS}
     stores: list[StoredDocuments] = []
     mistakes = Mistakes()
     for entry in entries:
@@ -137,7 +144,8 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
             mistakes.take(error)
             continue
         keys.append(key)
-        keys_before.append(documents_key(source, data, encoder, VERSION_BEFORE))
+        for version, earlier in earlier_keys.items():
+            earlier.append(documents_key(source, data, encoder, version))
         stores.append(store)
     mistakes.raise_if_any()
 
@@ -169,8 +177,12 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     _check_metric(recipe, held_out, eval_sets)
 
     facts = _facts(pool, split, train, held_out, capacity)
+    if isinstance(data.eval, EvalFraction) and len(pool.lengths) <= MOST_COMPARED:
+        facts["eval_questions_trained_on"] = _questions_in_both(pool, split)
     if recipe.model.new_tokens:
         facts["new_tokens_unused"] = _unused_tokens(recipe.model.new_tokens, tokenizer, stores)
+    ends = (stop for store in stores for stop in store.facts["stops"])
+    conversation = encoder.conversation(ends, [store.facts["rows"] for store in stores[:train_sets]])
     eval_key = data.eval.fraction if isinstance(data.eval, EvalFraction) else None
     chosen = [seed, data.packing, data.max_length, eval_key, [entry.weight for entry in entries]]
     settings = {"settings": chosen, "training sets": len(data.train)}
@@ -179,13 +191,25 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
         eval=held_out,
         eval_sets=eval_sets,
         fingerprint=content_key({"documents": keys, **settings}),
-        fingerprint_before=content_key({"documents": keys_before, **settings}),
+        earlier_fingerprints=tuple(content_key({"documents": key, **settings}) for key in earlier_keys.values()),
         facts=facts,
-        prompts=_sample_prompts(recipe, encoder, pool, split),
-        conversation=encoder.conversation(stop for store in stores for stop in store.facts["stops"]),
+        prompts=_sample_prompts(recipe, encoder, pool, split, conversation.opening()),
+        conversation=conversation,
         pool=pool,
         split=split,
     )
+
+
+def _questions_in_both(pool: DocumentPool, split: Split) -> int:
+    """Held-out documents whose tokens before the first answer begin a training document too. Texts have none."""
+
+    def question(index: int) -> bytes:
+        ids, labels = pool.document(index)
+        asked = int(np.argmax(labels != IGNORE))
+        return ids[:asked].tobytes() if asked > 1 else b""
+
+    trained = {question(index) for index in np.unique(split.train).tolist()} - {b""}
+    return sum(question(index) in trained for index in split.held_out.tolist())
 
 
 def _answer(document: tuple[np.ndarray, np.ndarray]) -> list[int]:
@@ -280,12 +304,14 @@ def _unused_tokens(
     return [token for token, number in ids.items() if number in missing]
 
 
-def _sample_prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split) -> list[SamplePrompt]:
-    """The recipe's own prompts, or else the first held-out documents."""
+def _sample_prompts(
+    recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split, opening: list[dict[str, str]]
+) -> list[SamplePrompt]:
+    """The recipe's own prompts after the rows' system message, or else the first held-out documents."""
     section = recipe.samples
     if section.prompts is not None:
         try:
-            return [encoder.sample_prompt(text) for text in section.prompts]
+            return [encoder.sample_prompt(text, opening) for text in section.prompts]
         except RowError as error:
             raise DataError([f"samples.prompts: {error}"]) from None
     documents = split.held_out
@@ -310,5 +336,3 @@ class RowCounts:
     estimated_by: str = ""  # empty if they were counted
     # Rows with a document beyond max_length, all rows, the longest document. A pair has two documents.
     too_long: tuple[int, int, int] | None = None
-    beyond: float = 0.0  # share of all tokens that a cut at max_length takes
-    unanswered: int = 0  # rows with a question that alone is longer than max_length: a cut leaves no answer

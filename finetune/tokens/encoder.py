@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IGNORE", "Document", "Encoder", "RowError", "SamplePrompt", "Script"]
 TEXT_PROMPT_TOKENS = 32  # a plain text's first tokens, which stand for a prompt
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
 MOST_FINDERS = 16  # kept at once, because each row may have its own variables
 RowError = BadRow
 # A script's remarks: an earlier answer would have another text or prompt as the last turn; no answer has reasoning,
@@ -156,10 +158,10 @@ class Encoder:
         """Whether questions are asked as chats."""
         return bool(self._tokenizer.chat_template or self._data.chat_template)
 
-    def sample_prompt(self, text: str) -> SamplePrompt:
-        """A user's message as a prompt; as plain text without a chat template."""
+    def sample_prompt(self, text: str, opening: Sequence[dict[str, Any]] = ()) -> SamplePrompt:
+        """A user's message as a prompt, after the messages `opening`; as plain text without a chat template."""
         if self.has_template:
-            ids = self.prompt_ids([{"role": "user", "content": text}])
+            ids = self.prompt_ids([*opening, {"role": "user", "content": text}])
         else:
             literals = self.texts.literals(text)
             ids = [*self.texts.start_ids, *self.texts.tokenise_cut(Script(text, [], literals)).input_ids]
@@ -188,8 +190,13 @@ class Encoder:
             return sorted(ids)
         return [ids]
 
-    def conversation(self, stops: Iterable[int] | None = None) -> Conversation:
-        """How chats are written. `stops` are the ids that end the rows' answers; None: those of a probe's answer."""
+    def conversation(self, stops: Iterable[int] | None = None, facts: Sequence[Mapping[str, Any]] = ()) -> Conversation:
+        """How chats are written.
+
+        Args:
+            stops: The ids that end the rows' answers; None: those of a probe's answer.
+            facts: Of the training rows, by RowReader: whether they have tools, and which system messages.
+        """
         templates: Mapping[str, str] = {}
         if self._data.chat_template:
             templates = {"default": read_source(self._data.chat_template)}
@@ -200,12 +207,19 @@ class Encoder:
         ids = sorted({*stops})
         tokens = self._tokenizer.convert_ids_to_tokens(ids)
         stops_by_token = dict(zip(tokens, ids, strict=True))
-        return Conversation(templates, self._data.date_string, self._data.chat_template_kwargs, stops_by_token)
+        systems = {text for rows in facts for text in rows.get("systems", ())} or {""}
+        return Conversation(
+            templates,
+            self._data.date_string,
+            self._data.chat_template_kwargs,
+            stops_by_token,
+            system=systems.pop() if len(systems) == 1 else None,
+            tools=any(rows.get("with_tools") for rows in facts),
+        )
 
     def _probe(self) -> Script:
         """A question and its answer. Raises RowError."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-        return self.script(Chat(messages, None, [False, True], self._data.chat_template_kwargs))
+        return self.script(Chat(_PROBE, None, [False, True], self._data.chat_template_kwargs))
 
     def identity(self) -> dict[str, str]:
         """Digests of everything that decides tokens and masks, except data and settings."""
@@ -216,7 +230,24 @@ class Encoder:
             "template": repr(self._data.chat_template and read_source(self._data.chat_template))
             + repr(self._tokenizer.chat_template),
         }
+        if ends := self._ends_in_use():  # most templates write an end of their own
+            parts["ends"] = repr(sorted(ends))
         return {name: hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for name, text in parts.items()}
+
+    def _ends_in_use(self) -> list[str]:
+        """The model's own end tokens, if the template ends a probe's answer with the next turn's header alone."""
+        ends: list[str] = []
+
+        def own_ends() -> list[str]:
+            ends.extend(self._own_ends())
+            return ends
+
+        if self.has_template:
+            form = self.template.forms(self._data.chat_template_kwargs, tools=False)[0]
+            render = partial(self.template.render, variables=self._data.chat_template_kwargs, form=form)
+            with suppress(RowError):  # the header is not among them, or the template wants another chat
+                SpanFinder(render, self.texts.special, own_ends).find(_PROBE, None, [1])
+        return ends
 
     def _passage_script(self, passage: Passage) -> Script:
         end = self._tokenizer.eos_token

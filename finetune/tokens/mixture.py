@@ -39,6 +39,15 @@ class DocumentPool:
         # For judged answers: two training documents with different answers, which `prepare` finds.
         self.two_answers: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
 
+    def longest(self) -> np.ndarray:
+        """Each document's tokens, int64 [documents]; a pair's are those of its longer answer with the prompt."""
+        first = [store.first for store in self.stores if store.first is not None]
+        if not first:
+            return self.lengths
+        of_first = np.concatenate(first)
+        longest: np.ndarray = np.maximum(of_first, self.lengths - of_first)
+        return longest
+
     def group(self, store: int) -> np.ndarray:
         """One data set's documents."""
         return np.arange(self.starts[store], self.starts[store + 1])

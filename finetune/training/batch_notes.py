@@ -2,23 +2,27 @@
 
 A training with three steps, idle ranks, another method's rate, or documents longer than the model's positions ends
 without an error and teaches little. Each line names the value that would help, before the minutes are spent. `finetune
-preview`, `check --data` and `plan` print the same lines. No torch at import, for the last two, which estimate the rows.
+preview`, `check --data` and `plan` print the same lines. No torch at import, for recipes without a tokenizer here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from finetune.errors import FinetuneError
 from finetune.model.packaged import resolve_model_path
 from finetune.recipe.optimizers import far_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
+from finetune.tokens.check_documents import prepared_here
 from finetune.tokens.dataset import Prepared, RowCounts
+from finetune.tokens.estimate import estimated_rows
 from finetune.training.batch_plan import BatchPlan, plan_batches
 from finetune.wording import counted
 
@@ -51,16 +55,15 @@ def notes_before_launch(
 ) -> dict[str, Any]:
     """The lines of `batch_notes` and their figures. `ranks` default to the recipe's budget.
 
-    Without `prepared` the rows are estimated. The estimate also covers rows that may be too long, unless
-    `lengths_known`. If the data are not on this machine, one line says so and `rows` is None.
+    Without `prepared` the rows are encoded, or estimated where that is not possible. The estimate also covers rows that
+    may be too long, unless `lengths_known`. If the data are not on this machine, one line says so and `rows` is None.
     """
-    counts: RowCounts | None
-    if prepared is not None:
-        counts = counted_rows(recipe, prepared)
-    else:
-        from finetune.tokens.estimate import estimated_rows
-
-        counts = estimated_rows(recipe)
+    of_lengths: list[str] = []
+    if prepared is None:
+        with suppress(FinetuneError):  # about the rows: other commands report it
+            prepared = prepared_here(recipe)
+            of_lengths = [note for note in (prepared.notes if prepared else ()) if "data.max_length" in note]
+    counts = counted_rows(recipe, prepared) if prepared else estimated_rows(recipe)
     if counts is None:
         why = "not counted: the data are on the Hub, or large; `finetune preview` counts them"
         return {"rows": None, "notes": [f"data: {why}", *far_rate(recipe), *router_left_out(recipe)]}
@@ -69,7 +72,8 @@ def notes_before_launch(
     ranks = strategy.data_rank_count(ranks or strategy.rank_count(max(1, budget.gpus * budget.nodes)))
     plan = plan_batches(recipe, counts.rows, world_size=ranks, rank=0, flat=True)
     notes = batch_notes(recipe, prepared, plan) if prepared else size_notes(recipe, counts, plan)
-    notes += () if lengths_known else too_long(recipe, counts)
+    notes += of_lengths
+    notes += () if lengths_known and recipe.data.truncation == "error" else too_long(recipe, counts)
     return {
         "rows": counts.rows,
         "tokens": counts.tokens,
@@ -192,8 +196,12 @@ def router_left_out(recipe: Recipe) -> Iterator[str]:
 
 
 def too_long(recipe: Recipe, counts: RowCounts) -> Iterator[str]:
-    """A line for documents longer than data.max_length by estimate. Training refuses these by default."""
-    if counts.too_long is None or recipe.data.truncation != "error":
+    """A line for documents longer than data.max_length by estimate that training refuses, or leaves out."""
+    outcome = {
+        "error": "refuses them: raise it, or set data.truncation=right or drop",
+        "drop": "leaves them out: raise it",
+    }
+    if counts.too_long is None or recipe.data.truncation not in outcome:
         return
     longer, every, longest = counts.too_long
     noun = "document" if recipe.data.unit == "documents" else recipe.data.row_noun
@@ -203,7 +211,7 @@ def too_long(recipe: Recipe, counts: RowCounts) -> Iterator[str]:
         are = f"about {longer:,} of {counted(every, noun)} {has} an answer that with its prompt is longer than"
     yield (
         f"data.max_length: {are} {recipe.data.max_length:,} tokens by the estimate, the longest about "
-        f"{_three_figures(longest):,}; training refuses them: raise it, or set data.truncation=right or drop"
+        f"{_three_figures(longest):,}; training {outcome[recipe.data.truncation]}"
     )
 
 
@@ -211,10 +219,7 @@ def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) 
     """A line for documents, or rows, longer than the model's positions. Positions count within a document."""
     data, pool = recipe.data, prepared.pool
     used = np.union1d(prepared.split.train, prepared.split.held_out)
-    lengths = pool.lengths
-    if data.unit == "pairs":  # a pair's tokens are those of two documents
-        first = np.concatenate([store.first for store in pool.stores if store.first is not None])
-        lengths = np.maximum(first, lengths - first)
+    lengths = pool.longest()
     at = int(used[np.argmax(lengths[used])])
     longest = int(lengths[at])
     if positions is None or max(longest, data.max_length) <= positions:

@@ -37,7 +37,7 @@ from finetune.model.base_identity import COVERS, base_identity, base_in_words, i
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.from_base import untrained_in_words
-from finetune.model.generate import may_share_a_batch, stop_on
+from finetune.model.generate import may_share_a_batch, penalties_of, stop_on
 from finetune.model.optimizer import call_after_first_step, unwrap_optimizer
 from finetune.recipe.adapter_config import is_on_top
 from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION, ChosenFormats
@@ -393,6 +393,9 @@ def _load(opened: Session) -> tuple[Assembled, TrainState]:
     assembled = assemble(recipe, start.strategy, accelerator, build_it, launch=start.launch)
     check_vocabulary(assembled.unwrapped_model, start.prepared.facts["largest_token_id"])
     stops = start.prepared.conversation.stops
+    if penalties := penalties_of(assembled.unwrapped_model):
+        words = ", ".join(f"{name}: {value}" for name, value in penalties.items())
+        log(f"the base's {words} would change greedy answers: samples, scores and exports leave that out")
     if lacking := stop_on(assembled.unwrapped_model, stops.values()):
         names = ", ".join(token for token, number in stops.items() if number in lacking)
         log(f"answers end with {names}: the base's own settings do not stop there; samples, scores and exports do")

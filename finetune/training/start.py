@@ -354,14 +354,14 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
     return claim, mirror
 
 
-def _written_before(run_dir: Path, prepared: dataset.Prepared) -> dict[str, str]:
-    """The data's fingerprint as the release before 1.0 computed it, if the run's receipt has the same data figures."""
+def _written_before(run_dir: Path, prepared: dataset.Prepared) -> dict[str, tuple[str, ...]]:
+    """The data's fingerprint as earlier releases computed it, if the run's receipt has the same data figures."""
     if not (run_dir / "receipt.json").is_file():
         return {}
     there, here = read_object(run_dir / "receipt.json", MOST_RECORD_BYTES).get("data"), prepared.facts
     figures = ("documents", "tokens", "supervised_tokens", "rows", "eval_tokens", "largest_token_id")
     if isinstance(there, dict) and all(there.get(figure) == here.get(figure) for figure in figures):
-        return {"data fingerprint": prepared.fingerprint_before}
+        return {"data fingerprint": prepared.earlier_fingerprints}
     return {}
 
 

@@ -314,6 +314,123 @@ def test_other_keys_of_a_turn_are_kept(tmp_path: Path) -> None:
     assert chat.messages[1] == {"role": "assistant", "content": "So.", "thinking": "Hm"}
 
 
+# Public names for what OpenAI calls `arguments`, and where they stand. Each call is weather({"city": "Oslo"}).
+CITY = {"city": "Oslo"}
+CALLS = {
+    "openai": {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(CITY)}},
+    "llama": {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    "langchain": {"name": "weather", "args": CITY, "id": "c1", "type": "tool_call"},
+    "anthropic": {"type": "tool_use", "id": "c1", "name": "weather", "input": CITY},
+    "beside": {"function": {"name": "weather"}, "params": json.dumps(CITY)},
+    "arrow": {"function": {"name": "weather", "arguments": None, "kwargs": CITY}},
+}
+
+
+def calling(call: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [ASKED, {"role": "assistant", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_a_calls_arguments_by_any_public_name(form: str, tmp_path: Path) -> None:
+    (chat,) = read(tmp_path, calling(CALLS[form]))
+    assert isinstance(chat, Chat)
+    (call,) = chat.messages[1]["tool_calls"]
+    assert call == {"type": "function", "function": {"name": "weather", "arguments": CITY}} | (
+        {"id": "c1"} if "id" in CALLS[form] else {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ({"function": {"name": "weather", "parms": CITY}}, "'arguments' is missing, and 'parms' is unknown; rename it"),
+        ({"name": "weather", "where": "Oslo"}, "'arguments' is missing, and 'where' is unknown; rename it"),
+        ({"name": "weather", "args": CITY, "parameters": {}}, "'parameters' and 'args' are both there"),
+        ({"name": "weather", "args": ["Oslo"]}, "args must be an object, not a list"),
+    ],
+)
+def test_a_call_whose_arguments_are_not_clear_is_refused(call: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """It would be trained as a call without arguments."""
+    (answer,) = answers(tmp_path, calling(call))
+    assert said in answer
+
+
+ASKS, RESULT = calling(CALLS["openai"])["messages"][1], {"role": "tool", "content": "dry"}
+OTHER = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("turns", "tools", "said"),
+    [
+        ([ASKED, ASKS, RESULT, ANSWERED], [CALLS["openai"]["function"]], []),
+        ([ASKED, ASKS], None, ["rows with calls and no tools: 1"]),
+        ([ASKED, ASKS, RESULT, ANSWERED], [OTHER], ["rows with a call of a tool that they do not declare: 1"]),
+        ([ASKED, RESULT, ANSWERED], [OTHER], ["rows with a tool's result that answers no call: 1"]),
+        ([ASKED, ASKS, ANSWERED], [CALLS["openai"]["function"]], ["rows with a call that gets no result: 1"]),
+    ],
+)
+def test_calls_results_and_tools_that_do_not_belong_together_are_counted(
+    turns: list[Any], tools: Any, said: list[str], tmp_path: Path
+) -> None:
+    assert checked(tmp_path, {"messages": turns, "tools": tools}) == said
+
+
+def test_a_call_without_arguments(tmp_path: Path) -> None:
+    (chat,) = read(tmp_path, calling({"id": "c1", "function": {"name": "now"}}))
+    assert isinstance(chat, Chat)
+    assert chat.messages[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+IN_ENVELOPE = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        IN_ENVELOPE,
+        {"function": IN_ENVELOPE["function"]},
+        IN_ENVELOPE["function"],
+        {"type": "function", "name": "weather", "description": "d", "parameters": SCHEMA},
+        {"name": "weather", "description": "d", "input_schema": SCHEMA},
+        {"name": "weather", "description": "d", "inputSchema": SCHEMA},
+    ],
+)
+def test_a_bare_tool_is_read_as_servers_send_it(tool: dict[str, Any], tmp_path: Path) -> None:
+    (chat,) = read(tmp_path, {"messages": [ASKED, ANSWERED], "tools": [tool, {"type": "web_search"}]})
+    assert isinstance(chat, Chat)
+    assert json.dumps(chat.tools) == json.dumps([IN_ENVELOPE, {"type": "web_search"}])  # the order of keys, too
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [{"weight": 0}, {"loss": False}, {"loss_mask": 0}, {"trainable": False}, {"train": False}, {"training": False},
+     {"mask": True}, {"masked": 1}, {"weight": 0, "loss": False}],
+)  # fmt: skip
+@pytest.mark.parametrize("layout", ["messages", "conversations"])
+def test_a_turn_marked_as_not_to_be_trained_is_read_only(layout: str, mark: dict[str, Any], tmp_path: Path) -> None:
+    first, second = (ASKED, ANSWERED) if layout == "messages" else SHAREGPT[:2]
+    (chat,) = read(tmp_path, {layout: [first, second | mark, first, second | {"loss": True, "mask": None}]})
+    assert isinstance(chat, Chat)
+    assert chat.supervised == [False, False, False, True]
+    assert all({*message} == {"role", "content"} for message in chat.messages)
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"loss": 0.5}, "loss is a number (0.5); write 0 (read only) or 1 (supervised)"),
+        ({"mask": "user"}, "write 1 (read only) or 0 (supervised)"),
+        ({"loss": True, "weight": 0}, "loss and weight contradict each other; keep one"),
+        ({"role": "user", "trainable": True}, "trainable 1 on a user turn; only assistant turns are supervised"),
+        ({"role": "user", "mask": False}, "mask 0 on a user turn; only assistant turns are supervised"),
+    ],
+)
+def test_a_mark_that_cannot_be_followed_is_refused(turn: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (answer,) = answers(tmp_path, {"messages": [ASKED, ANSWERED, ANSWERED | turn, ANSWERED]})
+    assert said in answer
+
+
 @pytest.mark.parametrize("column", ["system", "tools", "chat_template_kwargs", "history", "reasoning_content"])
 def test_what_plain_texts_have_no_place_for_is_refused(column: str, tmp_path: Path) -> None:
     row = {"question": "Why? ", "completion": "So.", column: {"a": 1}}

@@ -222,6 +222,13 @@ READ: dict[str, tuple[Row, str, dict[str, str]]] = {
 
 # Name -> (row, words of the first reading's columns or of the other reading): a question with these readings.
 ASKED: dict[str, tuple[Row, list[dict[str, str]]]] = {
+    "wmt14": (
+        lambda n: {"translation": {"de": f"Maschine {n} ist neu.", "en": f"Machine {n} is new."}},
+        [
+            {"instruction": "translation.de", "output": "translation.en"},
+            {"instruction": "translation.en", "output": "translation.de"},
+        ],
+    ),
     "nvidia/HelpSteer2": (
         lambda n: {"prompt": q(n), "response": a(n), "helpfulness": n % 5, "correctness": n % 4, "verbosity": n % 3},
         [
@@ -363,10 +370,6 @@ REFUSED: dict[str, tuple[Row, str]] = {
             "lang": "en",
         },
         "each row is one turn ('role': 'assistant', 'prompter')",
-    ),
-    "wmt14": (
-        lambda n: {"translation": {"de": f"Maschine {n} ist neu.", "en": f"Machine {n} is new."}},
-        "nested in the column 'translation'",
     ),
     "prompts alone, for GRPO": (lambda n: {"prompt": q(n), "data_source": "math"}, "only 'prompt' holds texts"),
     "an answer that nobody filled in": (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from finetune.data.readings import looks_like_data, readings
+from finetune.data.readings import label_of, looks_like_data, readings
 
 
 def rows(count: int = 40, **columns: Any) -> list[dict[str, Any]]:
@@ -136,10 +137,15 @@ def test_pairs_and_judged_answers_are_found(table: list[dict[str, Any]], format:
     assert reading.objective == {"preference": "dpo", "kto": "kto", "alpaca": "supervised"}[format]
 
 
-def test_nested_texts_are_named() -> None:
-    found = readings("auto", rows(id=int, qa=lambda n: {"question": question(n), "answer": answer(n)}))
-    assert not found.found
-    assert "nested in the column 'qa' ('question', 'answer')" in found.obstacle
+def test_texts_inside_an_object_are_asked_about_beside_another_text() -> None:
+    inside = {"question": question, "answer": answer}
+    found = readings(
+        "auto", rows(title="Machine {}".format, qa=lambda n: {name: make(n) for name, make in inside.items()})
+    )
+    assert [dict(reading.columns) for reading in found.found] == [
+        {"instruction": "qa.question", "output": "qa.answer"},
+        {"text": "title"},
+    ]
 
 
 def test_a_table_of_numbers_has_no_texts() -> None:
@@ -158,3 +164,48 @@ def test_a_table_of_numbers_has_no_texts() -> None:
 def test_a_first_line_that_is_a_row_is_seen(names: list[str], is_data: bool) -> None:
     table = [dict(zip(names, [question(n), answer(n), "x"], strict=False)) for n in range(10)]
     assert looks_like_data(names, table) is is_data
+
+
+# A column beside question and answer -> the labels that `init` asks about or proposes; None: not asked.
+JUDGED: list[tuple[str, list[Any], dict[str, bool | None] | None]] = [
+    ("result", ["pass", "fail"], {"pass": True, "fail": False}),
+    ("status", ["ok", "nok"], {"ok": True, "nok": False}),
+    ("check", ["✓", "✗"], {"✓": True, "✗": False}),
+    ("rank", [1, 2], {"1": None, "2": None}),
+    ("grade", ["A", "F"], {"a": None, "f": None}),
+    ("state", ["open", "shut", "late"], {"open": None, "shut": None, "late": None}),
+    ("is_error", [True, False], {"true": False, "false": True}),
+    ("deleted", ["true", "false"], {"true": False, "false": True}),
+    ("reportedByUser", [0, 1], {"0": True, "1": False}),
+    ("edited", [True, False], {"true": None, "false": None}),
+    ("langue", ["fr", "de"], None),
+    ("Thema", ["Preise", "Technik"], None),
+    ("num_turns", [1, 2, 3], None),
+    ("nr", [*range(30)], None),
+    ("seen", ["yes"], None),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "says"), JUDGED)
+def test_few_values_that_repeat_may_judge(name: str, values: list[Any], says: dict[str, bool | None] | None) -> None:
+    found = readings("auto", rows(question=question, answer=answer, **{name: lambda n: values[n % len(values)]})).found
+    if says is None:
+        assert [reading.format for reading in found] == ["alpaca"]
+        return
+    supervised, judged = found
+    assert (supervised.format, judged.format, judged.columns["label"]) == ("alpaca", "kto", name)
+    told = {value: label_of(value, judged.labels) for value in says}
+    assert told | dict.fromkeys(judged.unknown) == says
+
+
+def test_a_transcript_in_one_text_is_refused_and_tools_are_no_answer() -> None:
+    chat = "USER: Where is {0}?\n\n\nASSISTANT: It is in {0}. <|endoftext|>"
+    found = readings("auto", rows(system=lambda n: "SYSTEM: Be kind.", chat=chat.format))
+    assert "'chat' holds dialogues as one text" in found.obstacle
+    tools = json.dumps([{"name": "look", "parameters": {}}])
+    calls = rows(
+        query=question, answers=lambda n: json.dumps([{"name": "look", "n": n}]), tools=lambda n: f"{tools} "[:-1]
+    )
+    assert [dict(reading.columns) for reading in readings("auto", calls).found] == [
+        {"instruction": "query", "output": "answers"}
+    ]

@@ -87,6 +87,22 @@ def test_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("suffix", "entry"), [(".jsonl", {}), (".txt", {}), (".txt", {"path": "text", "data_files": ...})]
+)
+def test_hidden_files_are_left_out_and_counted(suffix: str, entry: dict[str, Any], tmp_path: Path) -> None:
+    (folder := tmp_path / ".home" / "rows").mkdir(parents=True)  # a hidden folder above is the user's choice
+    for name in ("x", "y", ".ipynb_checkpoints/x-checkpoint", ".draft"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        write((folder / name).with_name(Path(name).name + suffix), name)
+    (folder / ".DS_Store").write_bytes(b"\0")
+    named = source(
+        **{"path": str(folder)} | {key: value if key == "path" else str(folder) for key, value in entry.items()}
+    )
+    assert len(texts(named)) == 2
+    assert named.notes == {"hidden files (names that begin with a dot), left out": 2}
+
+
+@pytest.mark.parametrize(
     ("split", "words"),
     [
         ("train[:2]", "01"), ("train[7:]", "789"), ("train[-2:]", "89"), ("train[:-8]", "01"), ("train[3:3]", ""),
@@ -96,6 +112,16 @@ def test_folders(tmp_path: Path) -> None:
 def test_slices(tmp_path: Path, split: str, words: str) -> None:
     file = write(tmp_path / "a.jsonl", *"0123456789")
     assert "".join(texts(source(path=str(file), split=split))) == words
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [("train[:2]+train[-1:]", "write each part as a data set of its own"), ("train[:150%]", "a share above 100 %"),
+     ("train[-101%:]", "a share above 100 %")],
+)  # fmt: skip
+def test_slices_that_are_none(split: str, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        read_split(split)
 
 
 BOUNDS = st.none() | st.integers(-100, 100).map(lambda share: f"{share}%") | st.integers(-100, 100).map(str)

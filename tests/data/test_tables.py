@@ -60,6 +60,33 @@ def test_rows_are_read_and_the_rest_is_told(name: str, tmp_path: Path) -> None:
         assert any(said in line for line in propose(str(file)).lines)
 
 
+@pytest.mark.parametrize(
+    ("above", "names"),
+    [
+        (["Tickets of 31.03.2025"], "Nr.;Customer;Question;Answer"),
+        (["Tickets;;;"], "#;Customer;Question;Answer"),
+        (["Tickets of 31.03.2025;;;", ";;;"], "Ticket no.;Share %;Done?;Answer"),
+        (["Tickets", "Customer;;Ticket;"], "No;Name;Question;Answer"),
+        (["Made on;31.03.2025;;", "By;Meier;;"], "No;Name;Question;Answer"),
+    ],
+)
+def test_the_header_is_the_first_full_row(above: list[str], names: str, tmp_path: Path) -> None:
+    rows = [f"{n};Customer {n};How do I do {n}?;Open the settings and choose {n}." for n in range(6)]
+    (file := tmp_path / "a.csv").write_text("\n".join([*above, names, *rows[:3], ";;;", *rows[3:]]))
+    told: Counter[str] = Counter()
+    read = [row.values for row in read_rows(file, "csv", notes=told)]
+    assert read == [dict(zip(names.split(";"), row.split(";"), strict=True)) for row in rows]
+    assert sum("is above the header and left out" in note for note in told) == len(above) - (";;;" in above)
+    assert told["lines of delimiters alone, left out"] == 1 + (";;;" in above)
+
+
+def test_rows_are_no_titles_because_a_column_is_nearly_empty(tmp_path: Path) -> None:
+    rows = [f"Q{n}?,,It is number {n} of the list." for n in range(9)]
+    (file := tmp_path / "a.csv").write_text("\n".join(["question,,answer", *rows, "Why,Ann,So", *rows]))
+    (bad,) = read_rows(file, "csv")
+    assert str(bad.problem).startswith("column 2 of the header has no name, and its first value is 'Ann'")
+
+
 def test_row_numbers_of_a_data_frame_are_a_column(tmp_path: Path) -> None:
     lines = [",question,answer", *(f'{n},{question},"{answer}"' for n, (question, answer) in enumerate(ROWS))]
     (file := tmp_path / "a.csv").write_text("\n".join(lines))
@@ -87,6 +114,7 @@ REFUSED: dict[str, tuple[str, str, int]] = {
     "one word above": ("Export\nquestion;answer\na;b\nc;d\n", "has one cell, and the lines below have 2", 1),
     "a delimiter in each text": ("question;answer\na;;b\nc;;d\ne;;f\n", "3 values for 2 columns; put quotes around", 2),
     "a nameless column": ("question,\nwho,me\nwhat,that\n", "no name, and its first value is 'me'", 1),
+    "a name over a column too few": ("name,,text\nBob,5,Hi you\nEve,6,Yes\n", "column 2 of the header has no name", 1),
     "a nameless first column": (",answer\nwho,me\nwhat,that\n", "column 1 of the header has no name", 1),
     "a late value without a name": ("question,answer,\n" + "a,b,\n" * 120 + "c,d,e\n", "3 values for 2 columns", 122),
     "an open quote": ('question,answer\na,"b\nc,d\n', "a quote that opens here is never closed", 2),

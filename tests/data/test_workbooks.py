@@ -49,7 +49,9 @@ def test_the_sheet_that_is_read_is_named_with_the_others(tmp_path: Path) -> None
     made.create_sheet("empty")
     rows, told = read(made, tmp_path)
     assert rows == WANTED
-    said = "the sheet 'data' is read, and not 'Readme', 'more', 'secret' (hidden); choose by sheet: NAME"
+    said = (
+        "the sheet 'data' is read, and not 'Readme', 'more', 'secret' (hidden); choose by sheet: NAME (init: --sheet)"
+    )
     assert told == {said: 0}
     file = tmp_path / "a.xlsx"
     assert said in propose(str(file)).lines
@@ -75,6 +77,40 @@ def test_a_title_above_the_header_is_told(tmp_path: Path) -> None:
         "line 1 is above the header and left out: 'Shop questions'",
         "line 3 is above the header and left out: 'Version 2'",
     ]
+
+
+def test_group_names_above_the_header_are_told(tmp_path: Path) -> None:
+    rows, told = read(
+        book(["Shop"], ["Visitor", None, "Shop"], [*HEADER, "Nr."], *[[*row, 7] for row in ROWS]), tmp_path
+    )
+    assert rows == [row | {"Nr.": "7"} for row in WANTED]
+    assert [*told] == [
+        f"line {line} is above the header and left out: {text!r}" for line, text in ((1, "Shop"), (2, "Visitor Shop"))
+    ]
+
+
+def test_a_table_may_begin_in_another_column(tmp_path: Path) -> None:
+    rows, told = read(book(["Our FAQ"], [], [None, None, *HEADER], *[[None, None, *row] for row in ROWS]), tmp_path)
+    assert rows == [{"Unnamed: 0": "", **row} for row in WANTED]
+    assert [*told] == ["line 1 is above the header and left out: 'Our FAQ'"]
+
+
+def test_a_cover_is_no_table_and_two_tables_are_asked_about(tmp_path: Path) -> None:
+    made = book(["All our questions"], ["By", "Ann"], ["For the shop"], ["Ask Ann"], ["Thanks"])
+    data = made.create_sheet("data")
+    for row in [HEADER, *ROWS]:
+        data.append(row)
+    assert read(made, tmp_path)[0] == WANTED
+    made["Sheet"].delete_rows(1, 5)
+    for row in ("Version", "two"), ("Date", "May"), ("Owner", "Ann"):
+        made["Sheet"].append(row)
+    said = r"a.xlsx: has several tables: 'Version, two' \(Sheet\) or 'question, answer' \(data\); name"
+    with pytest.raises(DataError, match=said):
+        read(made, tmp_path)
+    file = str(tmp_path / "a.xlsx")
+    with pytest.raises(DataError, match=said):
+        propose(file)
+    assert "sheet: data" in propose(file, choose=lambda ways: ["data)" in way for way in ways].index(True)).text
 
 
 # Values and formats, with the text that LibreOffice and Excel (English) show; days and times as ISO writes them.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,10 +28,11 @@ from finetune.finished_run.gguf import write_gguf
 from finetune.finished_run.hand_over import hand_over
 from finetune.finished_run.load import finished_run
 from finetune.finished_run.merge_command import merge_run
+from finetune.finished_run.ollama import modelfile, write_modelfile
 from finetune.model.packaged import resolve_model_path
 from finetune.scoring.texts import without_thoughts
 from finetune.training.samples import Questions, samples
-from tests.support.models.chat_families import byte_level_tokenizer
+from tests.support.models.chat_families import QWEN, byte_level_tokenizer
 from tests.support.models.tiny import CHATML
 from tests.support.rows.shipped_templates import STOPS, shipped
 from tests.support.runs.by_heart import PAIRS, Learned, learned_by_heart, save_base, write_rows
@@ -161,19 +163,22 @@ def test_a_training_itself_scores_and_exports_its_ends(tmp_path: Path, capsys: p
     tokenizer = byte_level_tokenizer(CHATML, ("<eos>", "<|turn|>", "<|start|>"), None, "<eos>")
     tokenizer.chat_template = None
     base = save_base(tmp_path / "base", tokenizer)
-    (base / "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.7, "do_sample": true}', "utf-8")
+    settings = {"eos_token_id": 0, "temperature": 0.7, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(settings | {"repetition_penalty": 1.3}), "utf-8")
     template = tmp_path / "own.jinja"
     template.write_text(CHATML.replace("<|im_end|>", "<|done|>"), "utf-8")
     content = tiny_lora(base, write_rows(tmp_path / "rows.jsonl"), **OWN_END, output_dir=str(tmp_path / "run"))
     content["data"] |= {"chat_template": str(template), "eval": None}
     assert main(["train", str(write_recipe(tmp_path, content))]) == 0
-    assert "answers end with <|done|>: the base's own settings do not stop there" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "answers end with <|done|>: the base's own settings do not stop there" in out
+    assert "the base's repetition_penalty: 1.3 would change greedy answers" in out
     run = tmp_path / "run"
     done = len(tokenizer) + 1
     recorded = json.loads((run / "conversation.json").read_text("utf-8"))
     assert recorded["templates"] == {"default": template.read_text("utf-8")}
     assert recorded["stops"] == {"<|done|>": done}
-    wanted = {"eos_token_id": [0, done], "temperature": 0.7, "do_sample": True}
+    wanted = settings | {"eos_token_id": [0, done]}
     assert json.loads((run / "adapter" / "generation_config.json").read_text("utf-8")) == wanted
     assert (run / "adapter" / "chat_template.jinja").read_text("utf-8") == template.read_text("utf-8")
     # The file is edited, then gone: nothing changes.
@@ -186,11 +191,12 @@ def test_a_training_itself_scores_and_exports_its_ends(tmp_path: Path, capsys: p
     assert json.loads((run / "merged" / "generation_config.json").read_text("utf-8")) == wanted
     # Engines and readers of the adapter.
     hand_over(run, "peft", None, print)
-    assert f"eos_token_id=[0, {done}])" in (run / "serving" / "peft" / "ask.py").read_text("utf-8")
+    script = (run / "serving" / "peft" / "ask.py").read_text("utf-8")
+    assert "base.generation_config = GenerationConfig.from_pretrained(folder)" in script
     capsys.readouterr()
     assert main(["push", str(run), "me/done", "--dry-run"]) == 0
     page = capsys.readouterr().out
-    assert f"max_new_tokens=200, eos_token_id=[0, {done}])" in page
+    assert 'base.generation_config = GenerationConfig.from_pretrained("me/done")' in page
     assert "apply_chat_template" in page
     for sent in ("generation_config.json", "chat_template.jinja", "conversation.json"):
         assert f"bytes  {sent}\n" in page
@@ -224,7 +230,101 @@ def test_a_base_that_ends_as_the_template_exports_nothing_more(tmp_path: Path) -
     facts = hand_over(finished_run(run.folder).folder, "vllm", None, lambda _: None)
     assert "--generation-config" not in facts["command"]
     hand_over(run.folder, "peft", None, lambda _: None)
-    assert "eos_token_id" not in (run.folder / "serving" / "peft" / "ask.py").read_text("utf-8")
+    assert "GenerationConfig" not in (run.folder / "serving" / "peft" / "ask.py").read_text("utf-8")
+
+
+@pytest.mark.sample(3, thorough=8)
+@pytest.mark.parametrize(
+    "penalty",
+    [{"repetition_penalty": 1.1}, {"no_repeat_ngram_size": 3}, {"suppress_tokens": [5]}, {"num_beams": 4}],
+    ids=lambda penalty: next(iter(penalty)),
+)
+@pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["adapter", "all weights"])
+def test_served_answers_are_those_that_were_measured(tmp_path: Path, lora: Any, penalty: dict[str, Any]) -> None:
+    """A base's penalties change greedy answers. The run is measured without them, so its exports leave them out."""
+    tokenizer = byte_level_tokenizer(CHATML, ("<eos>", "<|im_start|>", "<|im_end|>"), None, "<|im_end|>")
+    base = save_base(tmp_path / "base", tokenizer)
+    settings = {"eos_token_id": 2, "temperature": 0.7, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(settings | penalty), "utf-8")
+    run = learned_by_heart(tmp_path / "made", base, lora=lora, learn=False)
+    product = run.folder / ("adapter" if lora else "model")
+    written = json.loads((product / "generation_config.json").read_text("utf-8"))
+    assert written | {"eos_token_id": 2} == settings
+    if lora:
+        facts = hand_over(run.folder, "vllm", None, lambda _: None)
+        assert f"--generation-config {facts['folder']}" in facts["command"]
+
+
+SYSTEM = "Say a word."
+CALL = {"function": {"name": "look", "arguments": {"at": "hills"}}}
+
+
+def run_on(folder: Path, rows: list[list[dict[str, Any]]], template: Any = CHATML, **columns: Any) -> Path:
+    """A run's folder on these chats; nothing is learned."""
+    tokenizer = byte_level_tokenizer(template, ("<eos>", "<|im_start|>", "<|im_end|>"), None, "<|im_end|>")
+    base = save_base(folder / "base", tokenizer)
+    file = folder / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": row, **columns}) + "\n" for row in rows), "utf-8")
+    train = [{"path": "json", "data_files": str(file)}]
+    return learned_by_heart(folder / "made", base, lora={"r": 4}, learn=False, data={"train": train}).folder
+
+
+def chat_of(system: str, number: int) -> list[dict[str, Any]]:
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, {"role": "user", "content": f"Say {number}"}, {"role": "assistant", "content": f"{number}."}]
+
+
+@pytest.mark.parametrize(("systems", "system"), [((SYSTEM,), SYSTEM), ((SYSTEM, ""), None), (("",), "")])
+def test_one_system_message_of_all_rows_belongs_to_the_run(
+    tmp_path: Path, systems: tuple[str, ...], system: str | None
+) -> None:
+    """Chat, the printed request, ask.py and the Modelfile send it. Where rows differ, chat says that none is sent."""
+    run = run_on(tmp_path, [chat_of(systems[number % len(systems)], number) for number in range(6)])
+    asked = {"role": "user", "content": "Say 7"}
+    messages = [{"role": "system", "content": system}, asked] if system else [asked]
+    session = open_run(run)
+    assert json.loads((run / "conversation.json").read_text("utf-8"))["system"] == system
+    assert [*session.opening, asked] == messages
+    assert any("--system TEXT" in note for note in session.notes) == (system is None)
+    assert open_run(run, system="Other.").opening == [{"role": "system", "content": "Other."}]
+    assert open_run(run, system="").opening == []
+    facts = hand_over(run, "vllm", None, lambda _: None)
+    assert len(json.loads(shlex.split(facts["ask"])[-1])["messages"]) == len(messages)
+    hand_over(run, "peft", None, lambda _: None)
+    assert (f"'content': {SYSTEM!r}" in (run / "serving" / "peft" / "ask.py").read_text("utf-8")) == bool(system)
+    opened = finished_run(run)
+    text = modelfile(opened, tmp_path / "base", session.tokenizer, "{{ .System }}", "x.gguf")
+    assert (f'SYSTEM """{SYSTEM}"""' in text) == bool(system)
+    # The answer is transformers' own to these messages.
+    tokenizer = AutoTokenizer.from_pretrained(run / "adapter")
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert session.encoder.prompt_ids([*session.opening, asked]) == ids
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["one template", "tool_use beside the default"])
+def test_a_run_on_tool_calls_is_served_with_its_tools(tmp_path: Path, named: bool) -> None:
+    """vLLM takes one template, so that file chooses as transformers does; and it needs two options to read calls."""
+    row = [{"role": "user", "content": "Look"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    tool = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+    run = run_on(tmp_path, [row], {"default": CHATML, "tool_use": QWEN} if named else QWEN, tools=[tool])
+    facts = hand_over(run, "vllm", None, lambda _: None)
+    assert "--enable-auto-tool-choice --tool-call-parser hermes" in facts["command"]
+    trained, served = AutoTokenizer.from_pretrained(run / "adapter"), AutoTokenizer.from_pretrained(run / "adapter")
+    served.chat_template = (Path(facts["folder"]) / "chat_template.jinja").read_text("utf-8")
+    prompts = []
+    for tools in (None, [tool]):
+        for tokenizer in (trained, served):
+            chat = tokenizer.apply_chat_template(row[:1], tools=tools, add_generation_prompt=True, tokenize=False)
+            prompts.append(chat)
+    assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
+    opened = finished_run(run)
+    _, notes = write_modelfile(opened, tmp_path / "base", trained, tmp_path / "x.gguf")
+    assert any("passes no tools" in note for note in notes)
+
+
+def test_a_run_without_tools_is_told_nothing_of_them(tmp_path: Path) -> None:
+    run = run_on(tmp_path, [chat_of("", 1)], QWEN)
+    assert "--tool" not in hand_over(run, "vllm", None, lambda _: None)["command"]
 
 
 def test_the_line_for_vllm_names_the_end_and_the_template(tmp_path: Path) -> None:

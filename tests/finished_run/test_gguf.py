@@ -264,6 +264,7 @@ def test_what_other_verbs_get(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
         "folder": str(run / "gguf"),
         "file": str(run / "gguf" / "run-q8_0.gguf"),
         "command": f"llama-server -m {run / 'gguf' / 'run-q8_0.gguf'}",
+        "notes": [],
     }
     assert hand_over_gguf(run, "ollama", silent)["command"] == f"ollama create run -f {run / 'gguf' / 'Modelfile'}"
     # llama-server sets enable_thinking: true unless it is told otherwise.

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import shlex
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ from finetune.data.chat import Chat, documents_in
 from finetune.data.rows import RowReader, check_rows
 from finetune.data.sources import resolve
 from finetune.errors import FinetuneError
+from finetune.model.build import load_tokenizer
 from finetune.new_recipe import propose
+from finetune.new_recipe.proposal import ROW_SIZES
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet, Recipe
 from finetune.tokens.dataset import prepare
+from finetune.training.batch_notes import notes_before_launch
 from tests.support.models.chat_families import tokenizer_of
 from tests.support.rows.real_rows import NUMBERS, real_rows, tool_rows
 
@@ -102,6 +106,12 @@ READ: dict[str, tuple[str, Callable[[], bytes], dict[str, str]]] = {
                  .encode(), {}),
     "Alpaca": ("a.jsonl", lambda: lines(lambda n: pairs("instruction", "output")[n] | {"input": ""}), {}),
     "one column": ("a.csv", lambda: table(["inhalt"], lambda n: (" ".join(german(n)),)), {"text": "inhalt"}),  # type: ignore[arg-type,return-value]
+    "inside objects": ("a.jsonl", lambda: lines(lambda n: {"a": {"qa": pairs("question", "answer")[n]}, "id": n}),
+                       {"instruction": "a.qa.question", "output": "a.qa.answer"}),
+    "turns inside objects": ("a.jsonl", lambda: lines(lambda n: {"ticket": {"messages": filled(CHAT, n)}}),
+                             {"messages": "ticket.messages"}),
+    "a text beside facts": ("a.jsonl", lambda: lines(lambda n: {"text": german(n)[1], "meta": {"title": f"A {n}"}}),
+                            {}),
     "a text": ("a.txt", lambda: b"A text about a machine.\n" * 50, {}),
 }  # fmt: skip
 
@@ -122,6 +132,11 @@ def test_files_that_are_read(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
+    "turns of other fields": (
+        "a.jsonl",
+        lambda: lines(lambda n: {"x": {"log": [{"sender": who, "Text": f"{who} {n}"} for who in ("Ann", "desk")]}}),
+        """'.["x"]["log"] |= map({role: {"Ann": "user", "desk": "assistant"}[.["sender"]], content: .["Text"]})'""",
+    ),
     "no header": ("a.csv", lambda: table(None, german), "the first line looks like data"),
     "equal answers": (
         "a.jsonl", lambda: lines(lambda n: {"prompt": str(n), "chosen": f"b {n}", "rejected": f"b {n}"}),
@@ -130,7 +145,6 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "rows inside of an object": (
         "a.json", lambda: json.dumps({"data": pairs("a", "b")}, indent=1).encode(), "whose 'data' holds 40 rows"
     ),
-    "nested texts": ("a.jsonl", lambda: lines(lambda n: {"qa": pairs("question", "answer")[n]}), "column of its own"),
     "rows by their numbers": (
         "a.json", lambda: json.dumps({str(n): pairs("question", "answer")[n] for n in range(COUNT)}).encode(),
         "one object whose 40 values are the rows; write one a line",
@@ -252,6 +266,7 @@ def test_two_answers_to_one_question_may_be_a_better_and_a_worse_one(
         ("frage", "is not a mapping"),
         ("question=frage,output=antwort", "'question' is none of our columns"),
         ("instruction=frage", "needs instruction and output"),
+        ("instruction=frage,output=frage", "one column is named twice"),
         ("instruction=frag,output=antwort", "has no column 'frag'"),
         ("{instruction: [", "is not a mapping"),
     ],
@@ -624,10 +639,9 @@ def test_rows_whose_question_alone_is_too_long_are_left_out_and_said_so(
 ) -> None:
     """Three rows: a long question, a long answer, both short. Against the counts of training's own reading."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     long = "word " * 3000
     rows = [{"question": f"Why {n}?", "answer": f"So {n}."} for n in range(20)]
-    rows[3]["question"], rows[5]["answer"], rows[7]["question"] = long, long + "5", long + "7"
+    rows[3]["question"], rows[5]["answer"], rows[7]["question"] = long, long + "5", long + "word 7"
     Path("a.jsonl").write_bytes("".join(f"{json.dumps(row)}\n" for row in rows).encode())
     found = propose("a.jsonl", gpus="cpu")
     assert found.settings.max_length == 1024
@@ -647,8 +661,8 @@ def test_rows_whose_question_alone_is_too_long_are_left_out_and_said_so(
         "2 documents dropped: the question alone is longer than data.max_length, so no answer is left; "
         f"data.max_length: {longest} keeps all of them"
     )
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": longest})})
-    assert prepare(recipe, tokenizer_of("qwen")).facts["dropped"] == 0
+    longer = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 32_768})})
+    assert prepare(longer, tokenizer_of("qwen")).pool.lengths[[3, 7]].max() == longest
 
 
 def test_a_small_file_is_read_whole_however_slow_the_machine_is(
@@ -660,3 +674,31 @@ def test_a_small_file_is_read_whole_however_slow_the_machine_is(
     (tmp_path / "a.csv").write_text(f"prompt,completion,label\n{''.join(rows)}", "utf-8")
     with pytest.raises(FinetuneError, match=r"judged answers: kto"):
         propose(str(tmp_path / "a.csv"), gpus="cpu")
+
+
+@pytest.mark.parametrize("tools", [0, 2])
+def test_rows_are_counted_as_training_counts_them(
+    tools: int, tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template's own text is longer than the rows, so that bytes alone would find 256 tokens enough."""
+    shutil.copytree(tiny_llama, model := tmp_path / "model")
+    words = "be kind to the old stone bridge " * 25
+    template = (model / "chat_template.jinja").read_text("utf-8")
+    template = f"{{% for tool in tools or [''] %}}{{{{ tool }}}}{words}{{% endfor %}}{template}"
+    (model / "chat_template.jinja").write_text(template, "utf-8")
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    answer = {"role": "assistant", "content": "so"}
+    more = {"tools": [tool] * tools} if tools else {}
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(lines(lambda n: {"messages": [{"role": "user", "content": f"why {n}"}, answer], **more}))
+    made = propose(str(file), model=str(model), gpus="cpu")
+    (written := tmp_path / "made.yaml").write_text(made.text, "utf-8")
+    recipe = load_recipe(written).recipe
+    prepared = prepare(recipe, load_tokenizer(recipe))
+    longest = int(prepared.pool.lengths.max())
+    assert prepared.facts["truncated"] == prepared.facts["dropped"] == made.counts.too_long == 0
+    assert (made.counts.tokens, made.counts.longest) == (prepared.facts["tokens"], longest)
+    assert recipe.data.max_length == min(size for size in ROW_SIZES if size >= longest) > 256
+    assert notes_before_launch(recipe, prepared)["steps"] == made.settings.steps
+    monkeypatch.setenv("FINETUNE_CACHE", "/proc/none")  # which cannot be written: by bytes
+    assert propose(str(file), model=str(model), gpus="cpu", output=tmp_path / "b.yaml").counts.longest < longest

@@ -265,7 +265,7 @@ def test_no_library_speaks_beside_the_plan(tiny_llama: Path, tmp_path: Path) -> 
     assert (done.returncode, done.stderr.splitlines()) == (0, [progress])
     assert done.stdout.startswith("fits 2 x ")  # all of it is there, though the process ends at once
     lines = [line for line in done.stdout.splitlines() if line.startswith(("data: ", "training.", "data.train: "))]
-    assert lines[0].startswith("data: estimated by the model's tokenizer: 1 row of up to 64 tokens")
+    assert lines[0].startswith("data: 1 row of up to 64 tokens")
     assert lines[0].endswith("; 1 of 2 ranks idle")
     assert "1 step is few" in lines[1]
 

@@ -185,7 +185,7 @@ def test_a_run_of_the_release_before_goes_on(tmp_path: Path) -> None:
         again(newer)
     with pytest.raises(FinetuneError, match=r"  model.load_in_fp8: \(not set\) there, False now"):
         again({"data.sheet"})
-    again(newer, also={"data": "abc"}).release()
+    again(newer, also={"data": ("ab", "abc")}).release()
 
 
 def test_the_keys_at_their_default() -> None:

@@ -301,8 +301,28 @@ def test_truncation(cache: Path, tmp_path: Path) -> None:
         "documents": 1, "truncated": 0, "dropped": 2,
     }  # fmt: skip
     file.write_text(json.dumps({"prompt": gone, "completion": "answer"}) + "\n")
-    with pytest.raises(DataError, match=r"data\.train: holds no document"):
-        prepared(entry, truncation="right")
+    for truncation, reason in ("right", "whose question alone is longer than"), ("drop", "longer than"):
+        with pytest.raises(DataError) as raised:
+            prepared(entry, truncation=truncation)
+        (line,) = raised.value.mistakes
+        told = f"data.train: holds no document: 1 document {reason} data.max_length (64); data.max_length: "
+        assert line.startswith(told)
+        longest = int(line.removeprefix(told).removesuffix(" keeps all"))
+        prepared(entry, truncation=truncation, max_length=longest)
+
+
+def test_questions_that_are_held_out_and_trained_on_are_counted(cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    rows = [{"prompt": f"colour {n // 3} ", "completion": f"it is {n}"} for n in range(30)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    entry = {"path": "json", "data_files": str(file)}
+    data = prepared(entry, eval={"fraction": 0.3})
+    groups = [{int(index) // 3 for index in part} for part in (data.split.train, data.split.held_out)]
+    both = sum(int(index) // 3 in groups[0] & groups[1] for index in data.split.held_out)
+    assert both == data.facts["eval_questions_trained_on"] > 0
+    assert any(f"{both} held-out documents with a question that is trained on too" in note for note in data.notes)
+    texts = prepared(write_rows(file, [f"the same begin {n}" for n in range(20)]), eval={"fraction": 0.3})
+    assert texts.facts["eval_questions_trained_on"] == 0
 
 
 def test_packed_and_unpacked_rows_hold_the_same_documents(cache: Path, tmp_path: Path) -> None:

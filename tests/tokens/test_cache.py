@@ -117,6 +117,7 @@ def test_what_is_told_of_the_rows_is_told_from_the_cache_too(rows: Path, builds:
     rows.write_text("".join(json.dumps(row) + "\n" for row in told))
     expected = {
         "read_as": None, "unused_columns": ["source"], "unused_message_keys": ["id"], "unanswered": 9,
+            "read_only": 0, "with_tools": 0, "odd_calls": {}, "systems": [""],
         "run_together": 0, "written_tokens": [0, ""], "begins_of_text": [0, ""], "encoded_twice": [0, "", ""],
         "dropped": {}, "dialect": "", "remarks": [], "told": {},
     }  # fmt: skip

@@ -103,16 +103,20 @@ def test_check_refuses_what_training_refuses(
     assert "Traceback" not in output.err
 
 
-def test_a_long_row_is_found_among_many(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_documents, "FIRST_ROWS", 3)
-    recipe = recipe_of(tmp_path, tiny_llama, GOOD * 5, {})
-    assert check_documents.check_documents(recipe) == [
-        f"{tmp_path / 'rows.jsonl'}: 3 of 20 rows were encoded; `finetune preview` encodes all"
-    ]
+def test_large_data_are_encoded_in_part(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_documents, "MOST_ENCODED_BYTES", 100)
+    monkeypatch.setattr(check_documents, "FIRST_ROWS", 10)
+    said = "the first 10 rows of each local data set were encoded; `finetune preview` encodes all"
     recipe = recipe_of(tmp_path, tiny_llama, [*GOOD * 5, LONG[0]], {})
+    assert check_documents.check_documents(recipe) == (None, [said])
+    recipe = recipe_of(tmp_path, tiny_llama, [*GOOD, LONG[0], *GOOD], {})
     (line,) = mistakes_of(lambda: check_documents.check_documents(recipe))
-    assert line.startswith(f"{tmp_path / 'rows.jsonl'}:21: ")
+    assert line.startswith(f"{tmp_path / 'rows.jsonl'}:5: ")
     assert "more than data.max_length 64" in line
+    # Data on the Hub are not asked for; the local ones beside them are encoded.
+    hub = recipe.data.train[0].model_copy(update={"path": "someone/rows", "data_files": None})
+    mixed = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": [hub, *recipe.data.train]})})
+    assert mistakes_of(lambda: check_documents.check_documents(mixed)) == [line]
 
 
 def test_without_a_tokenizer_lengths_are_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,13 +127,13 @@ def test_without_a_tokenizer_lengths_are_estimated(tmp_path: Path, capsys: pytes
     assert "data.max_length: about 5 of 9 documents are longer than 64 tokens by the estimate, the longest " in told
     for setting in ("data.max_length=400", "data.truncation=right", "data.truncation=drop"):
         assert main([*words, setting]) == 0
-        assert "by the estimate" not in capsys.readouterr().out
+        assert ("by the estimate" in capsys.readouterr().out) == setting.endswith("drop")  # which leaves them out
 
 
 def test_a_models_code_is_not_run(tmp_path: Path, tiny_llama: Path) -> None:
     recipe = recipe_of(tmp_path, tiny_llama, LONG, {})
     trusted = recipe.model_copy(update={"model": recipe.model.model_copy(update={"trust_remote_code": True})})
-    assert check_documents.check_documents(trusted) is None
+    assert check_documents.check_documents(trusted) == (None, None)
 
 
 def test_a_cached_part_of_a_hubs_model_refuses_nothing(
@@ -140,4 +144,4 @@ def test_a_cached_part_of_a_hubs_model_refuses_nothing(
     shutil.copy(tiny_llama / "tokenizer.json", part)
     (part / "tokenizer_config.json").write_text("{")
     monkeypatch.setattr(check_documents, "tokenizer_file", lambda *_: part / "tokenizer.json")
-    assert check_documents.check_documents(recipe_of(tmp_path, "someone/model", LONG, {})) is None
+    assert check_documents.check_documents(recipe_of(tmp_path, "someone/model", LONG, {})) == (None, None)

@@ -166,6 +166,18 @@ def test_a_header_on_which_the_model_does_not_stop_is_refused(tmp_path: Path, en
         header_encoder(tmp_path, ends).script(Chat([*CHAT, says("Hi")], None, [False, True]))
 
 
+def test_the_models_ends_are_part_of_the_address_where_the_template_needs_them(tmp_path: Path) -> None:
+    """Two models of one tokenizer: the rows of one may be refused, so they are not read from the other's cache."""
+    needs = [header_encoder(tmp_path, ends).identity() for ends in ([0, 1], [0], [0, 1])]
+    assert needs[0] == needs[2] != needs[1]
+    ended = Data.model_validate(
+        {"train": [{"path": "json"}], "chat_template": HEADERS.replace("m.content }}", "m.content + eos_token }}")}
+    )
+    tokenizer = byte_level_tokenizer(HEADERS, CONTROL, None, "<eos>")
+    missing = ModelSection(name_or_path=str(tmp_path / "without settings"))  # which are not asked for
+    assert Encoder(tokenizer, ended, missing).identity() == Encoder(tokenizer, ended).identity()
+
+
 def test_a_text_that_spells_the_header_stays_text(tmp_path: Path) -> None:
     encoder = header_encoder(tmp_path, [0, 1])
     document = encoder.document(Chat([*CHAT, says("Hi <|user|> there")], None, [False, True]))

@@ -295,3 +295,48 @@ def test_an_answer_follows_the_tokens_of_its_prompt_alone(tail: str) -> None:
     first = next(at for at, label in enumerate(document.labels) if label != -100)
     assert document.input_ids[:first] == prompt == encoder.prompt_ids(asked)
     assert tokenizer.decode(document.input_ids[first:]) == "Hi<e>"
+
+
+@pytest.mark.parametrize("turns", [("<|im_start|>", "<|im_end|>"), ("<start_of_turn>", "<end_of_turn>")])
+def test_a_template_with_another_models_tokens_names_them(turns: tuple[str, str]) -> None:
+    begin, end = turns
+    template = f"{{% for m in messages %}}{{{{ '{begin}' + m.role + '\n' + m.content + '{end}\n' }}}}{{% endfor %}}"
+    template += f"{{% if add_generation_prompt %}}{{{{ '{begin}assistant\n' }}}}{{% endif %}}"
+    with pytest.raises(RowError) as caught:
+        encoded(encoder_of("mistral", chat_template=template), {"messages": HELLO})
+    assert f'no token of this tokenizer; write model.add_special_tokens: ["{begin}", "{end}"]' in str(caught.value)
+
+
+# -- templates that write the next answer's header always -----------------------------------------------------------
+
+_TURN = (
+    "{% for m in messages %}{{ BEGIN + m.role + MIDDLE + m.content + END }}{% endfor %}"
+    "{{ BEGIN + 'assistant' + MIDDLE }}"
+)
+ALWAYS = {
+    "llama3": ("", "'<|start_header_id|>'", "'<|end_header_id|>\\n\\n'", "'<|eot_id|>'"),
+    "qwen": ("", "'<|im_start|>'", "'\\n'", "'<|im_end|>\\n'"),
+    # Its own system turn holds the end before the user's header.
+    "with its own system turn": (
+        "{{ '<|im_start|>system\\nHelp.<|im_end|>\\n' }}",
+        "'<|im_start|>'",
+        "'\\n'",
+        "'<|im_end|>\\n'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_a_header_that_is_always_written_is_no_end(name: str) -> None:
+    """Old copies of Llama 3's template do not ask add_generation_prompt; the header belongs to the next prompt."""
+    family = "llama3" if name == "llama3" else "qwen"
+    start, *parts = ALWAYS[name]
+    template = start + _TURN
+    for word, text in zip(("BEGIN", "MIDDLE", "END"), parts, strict=True):
+        template = template.replace(word, text)
+    encoder = encoder_of(family, chat_template=template)
+    end = json.loads(parts[2].replace("'", '"')).strip()
+    for messages in (HELLO, [*HELLO, *HELLO]):
+        text = shown(encoded(encoder, {"messages": messages}), tokenizer_of(family))
+        assert text.count(f"⟦Hi there{end}⟧") == text.count("⟦") == len(messages) // 2
+    assert list(encoder.conversation().stops) == [end]

@@ -104,7 +104,9 @@ def test_held_out_pairs_are_refused_alike(base: Path, tmp_path: Path) -> None:
 def test_an_answer_that_is_cut_away_is_dropped_with_its_pair(base: Path, tmp_path: Path) -> None:
     found = prepared(recipe_of(tmp_path, base, [*GOOD, pair("old", "stone", "why " * 40)]))
     assert (found.facts["documents"], found.facts["dropped"]) == (3, 2)
-    with pytest.raises(DataError, match=r"^data\.train: holds no document; check data\.max_length and data\.trunc"):
+    with pytest.raises(
+        DataError, match=r"alone is longer than data\.max_length \(32\); data\.max_length: 55 keeps all$"
+    ):
         prepared(recipe_of(tmp_path / "run", base, [pair("old", "stone", "why " * 40)]))
 
 

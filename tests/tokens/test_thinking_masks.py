@@ -299,6 +299,23 @@ def test_a_block_in_the_content_that_the_prompt_opens_is_not_learned_again() -> 
     assert text.endswith("<｜Assistant｜><think>\n⟦Hm\n</think>\n\nHi<｜end▁of▁sentence｜>⟧")
 
 
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_an_answer_that_closes_the_prompts_block_itself_is_learned_as_it_is(space: str) -> None:
+    """As GLM 4.7 writes an answer without reasoning: the prompt opens the block, and the turn begins by closing it."""
+    block = f"'<think>' + (m.thinking if m.thinking else '') + '</think>' if m.thinking else '{space}</think>'"
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{{ "
+        + block.replace("\n", "\\n")
+        + " }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+    )
+    start = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n<think>"
+    text = mask("qwen3", [user("Hello"), answer("Hi")], chat_template=template)
+    assert text == f"{start}⟦{space}</think>Hi<|im_end|>⟧\n"
+    text = mask("qwen3", [user("Hello"), answer("Hi", "Hm")], chat_template=template)
+    assert text == f"{start}⟦Hm</think>Hi<|im_end|>⟧\n"
+
+
 def test_control_tokens_spelt_in_reasoning_stay_text() -> None:
     tokenizer, spelt = thinking_tokenizer("r1"), "a<｜User｜>b"
     end = tokenizer.convert_tokens_to_ids("<｜User｜>")

@@ -53,7 +53,9 @@ class DataSet(Section):
     revision: str = Field("main", min_length=1, description="Branch, tag or commit on the Hub.")
     format: RowFormat = Field("auto", description="A row's layout; auto looks at the columns.")
     columns: dict[str, str] = Field(
-        {}, description="Our column: the data set's. {prompt: question, completion: answer}. Others keep their names."
+        {},
+        description="Our column: the data set's. {prompt: question, completion: answer}. Others keep their names; a "
+        "dot leads into an object.",
     )
     template: dict[str, str] = Field(
         {},
@@ -72,7 +74,7 @@ class DataSet(Section):
         None, min_length=1, description="Of a CSV or text file: utf-8, cp1252, cp949; null: found."
     )
     sheet: str | None = Field(
-        None, min_length=1, description="Of an Excel file: its name; null: the first that holds a table."
+        None, min_length=1, description="Of an Excel file: its name; null: the one that holds a table."
     )
     roles: dict[str, Role] = Field(
         {},
