@@ -27,9 +27,10 @@ from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.output_stream import one_line
-from finetune.paths import kind_of_file, open_regular
+from finetune.paths import kind_of_file, open_regular, regular_descriptor
 
 TEMPORARY_PREFIX = ".tmp-"
+MOST_LINES_BYTES = 4 * 2**30  # a line a step is 300 bytes: of ten million steps
 MOST_SEALED_BYTES = 64 * 2**20  # a cache's facts have some kB
 
 
@@ -213,11 +214,11 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     Numbers keep their full precision. NaN and infinity, which JSON lacks, become null.
     """
     with disk_errors(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        descriptor = regular_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
     try:
         with disk_errors(path):
             for row in rows:
-                line = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
+                line = (json.dumps(finite_values(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
                 written = os.write(descriptor, line)
                 if written != len(line):  # the disk filled up within the line
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -257,7 +258,10 @@ def _later(row: Mapping[str, Any], last_step: int) -> bool:
 def _lines(path: Path, last_bytes: int | None = None) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
     """Each line and its value; None if it is torn."""
     with open_regular(path) as file:
-        if last_bytes is not None and (start := os.fstat(file.fileno()).st_size - last_bytes) > 0:
+        size = os.fstat(file.fileno()).st_size
+        if last_bytes is None and size > MOST_LINES_BYTES:
+            raise FinetuneError(f"{path}: is larger than a run's; take the file of the run itself")
+        if last_bytes is not None and (start := size - last_bytes) > 0:
             file.seek(start - 1)
             file.readline()  # the end of the line before
         for line in file:
@@ -267,7 +271,8 @@ def _lines(path: Path, last_bytes: int | None = None) -> Iterator[tuple[dict[str
             yield (row if line.endswith(b"\n") and isinstance(row, dict) else None), line
 
 
-def _finite(value: Any) -> Any:
+def finite_values(value: Any) -> Any:
+    """A value for JSON, which has no NaN and no infinity: they become null."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value
@@ -275,9 +280,9 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (str, int)) or value is None:
         return value
     if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: finite_values(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
+        return [finite_values(entry) for entry in value]
     return value
 
 
@@ -310,13 +315,14 @@ def _disk_message(path: Path, number: int | None, reason: str, kept: str) -> str
     )
 
 
+LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # a lock's content is written: never through a link
 _one_thread = threading.Lock()  # a record lock excludes other processes alone
 
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Within the block, no other thread or process is in one for the same `path`, which is made."""
-    with _one_thread, open(path, "w", encoding="utf-8") as file:
+    with _one_thread, open(regular_descriptor(path, LOCK_FLAGS), "wb", buffering=0) as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield
 
@@ -331,7 +337,7 @@ def lock(path: Path, *, wait_seconds: float) -> int:
         BlockingIOError: another living process still holds it after `wait_seconds` (a run that was asked to stop saves
             first, and its launcher may have returned to the prompt before).
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    descriptor = regular_descriptor(path, LOCK_FLAGS)
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -348,10 +354,36 @@ def lock(path: Path, *, wait_seconds: float) -> int:
         return descriptor
 
 
+@contextmanager
+def making(target: Path) -> Iterator[Path]:
+    """A name beside `target` for the folder that becomes it. Nothing has that name before, and nothing afterwards.
+
+    Raises FinetuneError if another process makes `target` now: both would write into one folder.
+    """
+    temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
+    held, file = None, temporary.with_name(f"{temporary.name}.lock")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        held = lock(file, wait_seconds=0)
+    except BlockingIOError as error:
+        raise FinetuneError(f"{target}: {error.strerror} is writing it; wait until it has ended") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+            raise
+    try:
+        remove_folder(temporary)
+        yield temporary
+    finally:
+        remove_folder(temporary)
+        file.unlink(missing_ok=True)
+        if held is not None:
+            os.close(held)
+
+
 def is_locked(path: Path) -> bool:
     """Whether a living process holds the file's lock. Do not call it in the process that holds it: that drops it."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, follow=False) as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return True

@@ -30,10 +30,15 @@ def kind_of_file(mode: int) -> str:
 
 def in_home(text: str) -> str:
     """`~/models/x` with the user's home folder, because no shell expands it in a recipe. Other texts stay as they
-    are."""
-    if text.startswith("~") and "{" not in text:
-        return os.path.expanduser(text)
-    return text
+    are.
+
+    Raises ValueError, one line, if nobody has that home: a folder named `~name` would be made here.
+    """
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        whose = text.partition("/")[0]
+        raise ValueError(f"{whose!r} is no user's home folder here; write the whole path, or './{whose}' for a name")
+    return expanded
 
 
 def from_here(path: Path) -> str:
@@ -42,27 +47,37 @@ def from_here(path: Path) -> str:
     return str(absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute)
 
 
-def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a file, or a link to a file, for reading.
+def regular_descriptor(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file; `flags` are those of os.open.
 
     Raises OSError, for a pipe or a device too: reading one may never end, and opening a pipe without a writer waits
-    forever.
+    forever. With O_NOFOLLOW for a link too: writing through one would change a file elsewhere.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if flags & os.O_NOFOLLOW and os.path.islink(path):
+        raise OSError(errno.ELOOP, f"{os.path.basename(path)} is a link, not a file", str(path))
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind == stat.S_IFREG:
-        return open(descriptor, "rb")
+        return descriptor
     os.close(descriptor)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, kind_of_file(kind), str(path))
+    name = f"{os.path.basename(path)} " if flags & os.O_NOFOLLOW else ""  # of a lock, whose folder the message names
+    raise OSError(errno.EINVAL, f"{name}{kind_of_file(kind)}", str(path))
 
 
-def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
+def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> BufferedReader:
+    """Open a file for reading; with `follow` a link to a file too. Raises OSError as `regular_descriptor`."""
+    return open(regular_descriptor(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW)), "rb")
+
+
+def read_regular(path: str | os.PathLike[str], most: int, *, follow: bool = True) -> bytes:
     """A file's bytes. Raises OSError as `open_regular` does, and where there are more than `most`."""
-    with open_regular(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
+    with open_regular(path, follow=follow) as file:
+        # The size first: a sparse file of a terabyte takes no disk, and reading it takes all memory.
+        large = os.fstat(file.fileno()).st_size > most
+        content = b"" if large else file.read(most + 1)
+    if large or len(content) > most:
         raise OSError(errno.EFBIG, f"is larger than {most / 2**20:,.0f} MiB", str(path))
     return content
 

@@ -18,7 +18,9 @@ from typing import Annotated, Any
 import typer
 
 from finetune.errors import FinetuneError
+from finetune.files import finite_values
 from finetune.output_stream import wrapped
+from finetune.paths import in_home
 
 ERASED, TICK_SECONDS = b"\r\x1b[2K", 1.0
 app = typer.Typer(
@@ -33,7 +35,10 @@ app = typer.Typer(
 
 def user_path(text: str) -> Path:
     """A path as typed. Shells do not expand the ~ in `--output=~/page`, so this does."""
-    return Path(text).expanduser()
+    try:
+        return Path(in_home(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 RecipeFile = Annotated[
@@ -133,6 +138,6 @@ def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None  # 128 + SIGINT, as shells report it
     if as_json:
-        typer.echo(json.dumps(result))
+        typer.echo(json.dumps(finite_values(result)))
     if code := result.get("exit_code"):
         raise typer.Exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -204,7 +205,7 @@ def _run_command(session: ChatSession, settings: GenerationSettings, command: st
                     lines.append(f"{name}: {without_controls(turn['content'])}")
             return "\n".join(lines) or "nothing to show yet"
         case "/save" if argument:
-            return _save(session, Path(argument).expanduser())
+            return _save(session, Path(os.path.expanduser(argument)))
     return HELP
 
 

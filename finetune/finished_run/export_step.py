@@ -25,15 +25,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from finetune.errors import FinetuneError
-from finetune.files import (
-    TEMPORARY_PREFIX,
-    cut_lines,
-    disk_errors,
-    publish_folder,
-    read_lines,
-    remove_folder,
-    write_json,
-)
+from finetune.files import cut_lines, disk_errors, making, publish_folder, read_lines, write_json
 from finetune.finished_run.load import recipe_of_run
 from finetune.finished_run.own_folder import refuse_foreign, write_record
 from finetune.model.build import build_model, decoder_parts, load_tokenizer
@@ -105,18 +97,13 @@ def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, A
     checkpoint = _checkpoint_at(run_dir, step)
     recipe = recipe_of_run(resolved)
     # export_weights writes into its recipe's output_dir. Point that to the temporary folder, so the run stays as it is.
-    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
-    with disk_errors(folder, "the run is untouched; "):
-        remove_folder(temporary)
-        temporary.mkdir(parents=True)
-        try:
-            _copy_record(run_dir, temporary, step)
-            product, notes = _write_product(recipe.model_copy(update={"output_dir": str(temporary)}), checkpoint)
-            record = {"run": run_dir.resolve().name, "step": step, "checkpoint": _manifest_hash(checkpoint.path)}
-            write_record(temporary, EXPORT_RECORD, record)
-            publish_folder(temporary, folder)
-        finally:
-            remove_folder(temporary)
+    with disk_errors(folder, "the run is untouched; "), making(folder) as temporary:
+        temporary.mkdir()
+        _copy_record(run_dir, temporary, step)
+        product, notes = _write_product(recipe.model_copy(update={"output_dir": str(temporary)}), checkpoint)
+        record = {"run": run_dir.resolve().name, "step": step, "checkpoint": _manifest_hash(checkpoint.path)}
+        write_record(temporary, EXPORT_RECORD, record)
+        publish_folder(temporary, folder)
     return {"folder": str(folder), "product": str(folder / product.name), "notes": notes, **record}
 
 

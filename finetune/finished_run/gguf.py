@@ -24,14 +24,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.files import (
-    TEMPORARY_PREFIX,
-    cache_folder,
-    check_output,
-    disk_errors,
-    remove_folder,
-    sync,
-)
+from finetune.files import cache_folder, check_output, disk_errors, making, sync
 from finetune.finished_run import gguf_script
 from finetune.finished_run.load import FinishedRun, finished_run, load_run_tokenizer
 from finetune.finished_run.merge_command import whole_model
@@ -76,21 +69,17 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
         options.append("--jinja")
     source = whole_model(run, prompts, say)
     name = re.sub(r"[^a-z0-9._-]+", "-", run_dir.resolve().name.lower()).strip("-._") or "model"
-    file, aside = folder / f"{name}-{quantization}.gguf", run_dir / f"{TEMPORARY_PREFIX}gguf"
+    file = folder / f"{name}-{quantization}.gguf"
     say(f"converting {source} to {quantization} with {python}")
     began = time.monotonic()
-    remove_folder(aside)
-    try:
-        with disk_errors(file):
-            aside.mkdir()
-            ends = end_tokens_of(run, source, tokenizer)
-            facts = _converted(python, source, aside / file.name, quantization, adds_bos(run, tokenizer), ends)
-            folder.mkdir(exist_ok=True)
-            sync(aside / file.name)
-            os.replace(aside / file.name, file)
-            sync(folder)
-    finally:
-        remove_folder(aside)
+    with disk_errors(file), making(folder) as aside:
+        aside.mkdir()
+        ends = end_tokens_of(run, source, tokenizer)
+        facts = _converted(python, source, aside / file.name, quantization, adds_bos(run, tokenizer), ends)
+        folder.mkdir(exist_ok=True)
+        sync(aside / file.name)
+        os.replace(aside / file.name, file)
+        sync(folder)
     facts = {"file": str(file), "bytes": file.stat().st_size, "seconds": time.monotonic() - began, **facts}
     commands = {"llama.cpp": shlex.join(["llama-server", "-m", str(file), *options])}
     written, notes = write_modelfile(run, source, tokenizer, file)

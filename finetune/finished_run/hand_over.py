@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.errors import FinetuneError
-from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_text
+from finetune.files import disk_errors, making, publish_folder, write_text
 from finetune.finished_run.gguf import hand_over_gguf
 from finetune.finished_run.load import FinishedRun, finished_run
 from finetune.finished_run.merge_command import whole_model
@@ -95,16 +95,10 @@ def hand_over(
         "command": shlex.join(planned.command),
         "ask": shlex.join(planned.ask),
     }
-    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
-    with disk_errors(folder, "the run is untouched; "):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_folder(temporary)
-        try:
-            planned.write(temporary)
-            write_record(temporary, SERVING_RECORD, record)
-            publish_folder(temporary, folder)
-        finally:
-            remove_folder(temporary)
+    with disk_errors(folder, "the run is untouched; "), making(folder) as temporary:
+        planned.write(temporary)
+        write_record(temporary, SERVING_RECORD, record)
+        publish_folder(temporary, folder)
     return {"folder": str(folder), **record}
 
 

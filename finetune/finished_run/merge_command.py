@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from finetune.errors import FinetuneError
-from finetune.files import TEMPORARY_PREFIX, check_output, publish_folder, remove_folder
+from finetune.files import check_output, making, publish_folder
 from finetune.finished_run.agreement import (
     Agreement,
     Reference,
@@ -70,11 +70,9 @@ def merge_run(
         kind = "dequantized"
     if kind == "dequantized" and run.recipe.quantization is None:
         raise FinetuneError(f"{run_dir}: its base was not quantised, so there is no dequantized one to merge into")
-    folder = run_dir / f"{TEMPORARY_PREFIX}merged"
-    try:
+    with making(run_dir / "merged") as folder:
         weights = "the base's own weights" if kind == "own" else "the dequantised weights"
         log(f"merging into {weights}")
-        remove_folder(folder)
         write_merged(merge, folder, getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
         sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
         facts: dict[str, Any] = {
@@ -88,8 +86,6 @@ def merge_run(
             facts["started_from"] = run.recipe.model.adapter
         write_record(folder, RECORD, facts, key=WRITTEN)
         publish_folder(folder, run_dir / "merged")
-    finally:
-        remove_folder(folder)
     return {"folder": str(run_dir / "merged"), **facts}
 
 

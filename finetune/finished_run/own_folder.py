@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.files import write_json
+from finetune.files import TEMPORARY_PREFIX, write_json
 from finetune.output_stream import one_line
 from finetune.untrusted.json_files import read_object
 
@@ -57,6 +57,8 @@ def refuse_foreign(
     folders = {str(parent) for path in written for parent in Path(path).parents}
     for path in sorted(folder.rglob("*")):
         place = str(path.relative_to(folder))
+        if any(part.startswith(TEMPORARY_PREFIX) for part in place.split("/")):  # of a process that was killed
+            continue
         if place == name or place.split("/")[0] in later or (place in folders and not path.is_symlink()):
             continue
         if place not in written:

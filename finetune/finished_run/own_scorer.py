@@ -132,7 +132,7 @@ def main() -> None:
         replies.flush()
 
     # As for `python FILE.py`, its modules lie beside it. The working folder comes last.
-    sys.path[:] = [str(Path(text.rpartition(":")[0]).expanduser().resolve().parent), *sys.path, os.getcwd()]
+    sys.path[:] = [str(Path(os.path.expanduser(text.rpartition(":")[0])).resolve().parent), *sys.path, os.getcwd()]
     try:
         function = load_function(text)
     except FinetuneError as error:

@@ -385,7 +385,7 @@ def _checker(request: SampleRequest, asked: ScoredSet) -> Metric:
 
 def _checker_in_words(request: SampleRequest, checker: Metric) -> str:
     if request.scorer is not None:
-        path = Path(request.scorer.rpartition(":")[0]).expanduser()
+        path = Path(os.path.expanduser(request.scorer.rpartition(":")[0]))
         if not path.is_file():
             return request.scorer  # OwnScorer refuses it
         return f"{request.scorer} ({hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"

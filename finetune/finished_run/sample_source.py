@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def source_of(text: str, data: Path) -> SampleSource:
 
     Raises FinetuneError.
     """
-    folder = Path(text).expanduser()
+    folder = Path(os.path.expanduser(text))
     try:
         is_folder = folder.is_dir()
     except (OSError, ValueError):

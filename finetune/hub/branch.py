@@ -54,6 +54,11 @@ class HubBranch:
             self.get(path, Path(folder) / "object")
             return (Path(folder) / "object").read_bytes()
 
+    def size(self, path: str) -> int:
+        for facts in self._api.get_paths_info(self._repo, path, revision=self._branch):
+            return int(facts.size)  # type: ignore[union-attr]  # a file's: no folder has an entry's name
+        raise FileNotFoundError(f"{self.url}/{path}")
+
     def get(self, path: str, target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=TEMPORARY_PREFIX) as folder:
             # Not into the cache, which would keep a second copy.

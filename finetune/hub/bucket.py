@@ -49,6 +49,11 @@ class HubBucket:
             self.get(path, Path(folder) / "object")
             return (Path(folder) / "object").read_bytes()
 
+    def size(self, path: str) -> int:
+        for facts in self._api.get_bucket_paths_info(self.bucket, [f"{self._root}/{path}"]):
+            return int(facts.size)
+        raise FileNotFoundError(f"{self.url}/{path}")
+
     def get(self, path: str, target: Path) -> None:
         from huggingface_hub.errors import EntryNotFoundError
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from finetune.errors import STOPPED, EnvironmentMismatch, FinetuneError, RankLos
 from finetune.launch.launcher import BY_TRAIN_VERB, under_launcher
 from finetune.launch.plan import LaunchPlan
 from finetune.launch.script import line_of_machine
-from finetune.launch.signals import BROKEN_OFF, STOPPING
+from finetune.launch.signals import BROKEN_OFF, FIRST_SIGNAL, STOPPING
 from finetune.launch.slurm import slurm_ranks
 from finetune.wording import counted
 
@@ -127,6 +128,7 @@ class _Ranks:
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         self._command, self._environments = list(command), environments
+        self._first_signal = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # its name: ranks hear of a SIGTERM alone
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first_failed: int | None = None  # the rank
         self._terminated = False  # the ranks have got SIGTERM
@@ -135,7 +137,9 @@ class _Ranks:
 
     def start(self) -> None:
         for environment in self._environments:
-            self._processes.append(subprocess.Popen(self._command, env=environment, start_new_session=True))
+            fd = self._first_signal.fileno()
+            env = {**environment, FIRST_SIGNAL: str(fd)}
+            self._processes.append(subprocess.Popen(self._command, env=env, pass_fds=(fd,), start_new_session=True))
 
     def running(self) -> bool:
         """Whether a rank still runs. The first failure is noted here, and ends the others."""
@@ -161,6 +165,8 @@ class _Ranks:
             received.append(signal.SIGTERM)
         if (received or now > self._terminate_at) and not self._terminated:
             self._terminated, self._stopped = True, bool(received)
+            with suppress(OSError):
+                self._first_signal.write("".join(signal.Signals(number).name for number in received[:1]).encode())
             self._send(signal.SIGTERM)
         if received.count(signal.SIGINT) > 1:
             self.kill()

@@ -63,7 +63,7 @@ def script(plan: LaunchPlan, timeout: str = "") -> str:
         port=_PORT,
         slurm_name=re.sub(r"[^\w.-]", "-", stem),
         kubernetes_name=kubernetes_name[:_LONGEST_NAME].strip("-"),
-        in_object_store=(recipe.storage or "").startswith(OBJECT_STORES),
+        storage_package=OBJECT_STORES.get((recipe.storage or "").partition("://")[0]),
         flavour_of=flavour_of,
         ray_folder=str(Path(recipe.run_dir).parent / "ray"),  # Ray's own notes
     )

@@ -47,6 +47,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 BROKEN_OFF = "broken off without saving"
 STARTED_AT = time.monotonic()  # of this process: a trainer imports this file before torch
 GRACE_VARIABLE = "FINETUNE_GRACE_SECONDS"  # job files set it: nothing tells a process how long its engine waits
+FIRST_SIGNAL = "FINETUNE_SIGNAL_FILE"  # a descriptor: local_ranks.py writes there which signal it got
 USUAL_GRACE = 30.0  # seconds: torchrun's, Kubernetes', and Slurm's KillWait
 SECONDS_TO_LEAVE = 3.0  # from a signal in a phase without steps to the end of the process
 
@@ -93,13 +94,23 @@ class StopRequest:
             self.in_steps = False
 
 
+def signal_name(number: int) -> str:
+    """The signal that the user sent. `finetune train` passes each on to its ranks as SIGTERM."""
+    name = signal.Signals(number).name
+    with suppress(OSError, ValueError):  # another launcher has no such file
+        passed_on = os.pread(int(os.environ.get(FIRST_SIGNAL, "")), 20, 0).decode("ascii", "replace")
+        if number == signal.SIGTERM and passed_on in signal.Signals.__members__:
+            return passed_on
+    return name
+
+
 def grace_period(environment: Mapping[str, str] = os.environ) -> tuple[float, str] | None:
     """The seconds from a signal to SIGKILL, and who sends it; None: nobody that is known here.
 
     The job file's word counts before an engine's usual period, and torchrun's own limit always.
     """
     known = []
-    if environment.get(GRACE_VARIABLE, "").isdigit():
+    if environment.get(GRACE_VARIABLE, "").isdecimal():
         known.append((float(environment[GRACE_VARIABLE]), GRACE_VARIABLE))
     elif "SLURM_JOB_ID" in environment:
         known.append((USUAL_GRACE, "Slurm"))
@@ -107,7 +118,7 @@ def grace_period(environment: Mapping[str, str] = os.environ) -> tuple[float, st
         known.append((USUAL_GRACE, "Kubernetes"))
     if BY_TORCHRUN in environment:
         limit = environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-        known.append((float(limit) if limit.isdigit() else USUAL_GRACE, "torchrun"))
+        known.append((float(limit) if limit.isdecimal() else USUAL_GRACE, "torchrun"))
     return min(known, default=None)
 
 
@@ -186,7 +197,7 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
         interrupted |= number == signal.SIGINT
         if request.signal_name is not None:
             return
-        request.signal_name, request.came_in_steps = signal.Signals(number).name, request.in_steps
+        request.signal_name, request.came_in_steps = signal_name(number), request.in_steps
         if not request.in_steps:
             raise Interrupted(STOPPED)
         if announce:

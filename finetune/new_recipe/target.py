@@ -6,6 +6,7 @@ A file's first bytes decide its kind where its name does not.
 from __future__ import annotations
 
 import json
+import os
 from itertools import islice
 from pathlib import Path
 
@@ -23,7 +24,7 @@ DOCUMENTS = (".txt", ".md")
 
 def entry_of(target: str, encoding: str | None = None) -> DataSet:
     """The `data.train` entry for a path or a Hub name, read in this encoding if it is a text. Raises DataError."""
-    path = Path(target).expanduser()
+    path = Path(os.path.expanduser(target))
     if path.is_dir():
         return DataSet(path=str(path))
     if path.exists():

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from finetune.errors import Mistake, RecipeError
 from finetune.output_stream import printable
-from finetune.paths import RECIPES, SHIPPED, in_home, open_regular
+from finetune.paths import RECIPES, SHIPPED, open_regular
 from finetune.recipe.adapter_config import folder_mistakes
 from finetune.recipe.foreign_keys import refuse_configuration_of_a_tool
 from finetune.recipe.mistakes import explain_mistake
@@ -165,7 +165,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
 
 def find_recipe(path: str | os.PathLike[str]) -> pathlib.Path:
     """The file at that path. A bare name that is no file selects the package's recipe with that name."""
-    file = pathlib.Path(path).expanduser()
+    file = pathlib.Path(os.path.expanduser(path))
     shipped = RECIPES / f"{file.name}.yaml"
     is_name = file.parts == (file.name,) and len(file.name) < 200  # no file has a longer name
     is_file = os.path.exists(file) and not os.path.isdir(file)
@@ -279,7 +279,7 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
     name = value.get("accelerate_config", "single")
     files: list[str] = []  # the strategy's possible files; one must exist
     if isinstance(name, str) and name:
-        files = [str(CONFIG_FOLDER / f"{name}.yaml"), in_home(name)]
+        files = [str(CONFIG_FOLDER / f"{name}.yaml"), os.path.expanduser(name)]
     # os.path, because pathlib raises on a name that is too long for any file.
     if files and not any(map(os.path.isfile, files)):
         names = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))

@@ -76,6 +76,7 @@ WANTED = {
     "list_type": "a list",
     "dict_type": "a section of key: value",
     "model_type": "a section of key: value",
+    "value_error": "a whole path, because nobody here has the home folder that this ~ names",  # of `in_home`
 }
 # pydantic's kind of error -> the bound's name in its context, and our word.
 BOUNDS = {

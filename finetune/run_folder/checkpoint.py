@@ -118,7 +118,7 @@ def _parts(
 
 
 FORMAT = 2  # the manifest's version; `examine` refuses others
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-([0-9]{8,18})")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +72,7 @@ def read_state(run_dir: Path, remedy: str = "choose another output_dir") -> dict
 def saved_steps(run_dir: Path) -> list[int]:
     """The steps of a run's checkpoints, in order. A checkpoint gets its name when it is complete; none is opened."""
     folders = (run_dir / "checkpoints").glob("step-*")
-    return sorted(int(path.name[5:]) for path in folders if path.name[5:].isdigit())
+    return sorted(int(path.name[5:]) for path in folders if re.fullmatch(r"step-[0-9]{8,18}", path.name))
 
 
 def not_finished_yet(run_dir: Path) -> FinetuneError:

@@ -20,7 +20,8 @@ from typing import Any, Literal, Protocol
 
 import psutil
 
-from finetune.files import is_locked
+from finetune.files import is_locked, remove_folder
+from finetune.paths import read_regular
 
 FOLDER = ".ranks"
 NEIGHBOURS = 8  # ranks that each rank watches: the next ones in a ring. 1,024 ranks read 8,192 files, not a million.
@@ -56,9 +57,11 @@ def heartbeat_file(run_dir: Path, rank: int) -> Path:
 def clear_heartbeats(run_dir: Path) -> None:
     """Make the folder of heartbeats, or empty it. Rank 0 calls it before the others begin."""
     folder = run_dir / FOLDER
+    if folder.is_symlink():  # else another folder would be emptied
+        folder.unlink()
     folder.mkdir(exist_ok=True)
     for path in folder.iterdir():
-        path.unlink(missing_ok=True)
+        remove_folder(path)
 
 
 class Heartbeats(Protocol):
@@ -117,12 +120,21 @@ class Heartbeat:
 def last_heartbeat(run_dir: Path, rank: int, token: int) -> HeartbeatRecord | None:
     """A rank's latest heartbeat; None before its first, or if the read came in the middle of a write."""
     try:
-        record = HeartbeatRecord(**json.loads(heartbeat_file(run_dir, rank).read_bytes()))
-    except (OSError, ValueError, TypeError):
+        record = heartbeat_of(json.loads(read_regular(heartbeat_file(run_dir, rank), 4 * _BYTES, follow=False)))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
     if record.token == token:
         return record
     return None
+
+
+def heartbeat_of(values: Mapping[str, Any]) -> HeartbeatRecord:
+    """The heartbeat in a message or a file. Raises TypeError or ValueError for one that no rank wrote."""
+    record = HeartbeatRecord(**values)
+    numbers, texts = ("rank", "token", "process", "step", "count"), ("host", "machine", "state", "phase")
+    if not all(type(values[name]) is int for name in numbers) or not all(type(values[name]) is str for name in texts):
+        raise ValueError("a value of another kind")
+    return record
 
 
 def holds_lock(run_dir: Path, rank: int) -> bool:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from finetune.run_folder.heartbeat import Heartbeat, HeartbeatRecord, RankState, record_now
+from finetune.run_folder.heartbeat import Heartbeat, HeartbeatRecord, RankState, heartbeat_of, record_now
 
 SECONDS_BETWEEN_STEPS = 1.0  # that are sent: rank 0 sends its own to every rank
 HELLO_SECONDS = 5.0  # for a new connection to say which rank it is
@@ -113,9 +113,9 @@ class NetworkHeartbeat:
                     self._understand(rank, line)
 
     def _understand(self, rank: int, line: bytes) -> None:
-        with suppress(ValueError, TypeError, KeyError):
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
             message = json.loads(line)
-            record = HeartbeatRecord(**message["heartbeat"])
+            record = heartbeat_of(message["heartbeat"])
             if (record.rank, record.token) == (rank, self._token):
                 self._heard[rank] = record
                 if message["failure"] is not None:

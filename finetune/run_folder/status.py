@@ -7,7 +7,6 @@ which another program may have by now.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from finetune.run_folder.heartbeat import HeartbeatRecord, heartbeat_file, last_
 from finetune.untrusted.json_files import read_object
 from finetune.wording import duration
 
+LARGEST_FIGURE = 1e30  # of a run's figures; products of larger ones leave the range of a float
 TAIL_BYTES = 2**18  # of metrics.jsonl: some hundred lines
 SPEED_LINES = 20  # training lines whose mean speed tells the time that is left
 SILENT_SHARE = 4  # a rank writes a heartbeat every 5 s at least; a quarter of timeout_seconds without one is a stall
@@ -242,14 +242,14 @@ def _life(
 
 
 def _is_finite(line: Mapping[str, Any]) -> bool:
-    return all(math.isfinite(value) for value in line.values() if isinstance(value, float))
+    return all(-LARGEST_FIGURE < value < LARGEST_FIGURE for value in line.values() if isinstance(value, int | float))
 
 
 def _total_steps(run_dir: Path) -> int | None:
     with suppress(FinetuneError, OSError):
         batch = read_object(run_dir / "receipt.json", MOST_RECORD_BYTES).get("batch")
         total = batch.get("total_steps") if isinstance(batch, dict) else None
-        return total if type(total) is int else None
+        return total if type(total) is int and total < LARGEST_FIGURE else None
     return None
 
 
@@ -259,7 +259,7 @@ def _last_checkpoint(run_dir: Path) -> dict[str, Any] | None:
         steps = saved_steps(run_dir)
         for step in reversed(steps):
             folder = run_dir / "checkpoints" / f"step-{step:08d}"
-            with suppress(FinetuneError, OSError, KeyError, TypeError, AttributeError):
+            with suppress(FinetuneError, OSError, ValueError, KeyError, TypeError, AttributeError):
                 files = read_object(folder / "MANIFEST.json", MOST_RECORD_BYTES)["files"]
                 if all((folder / name).stat().st_size == facts["bytes"] for name, facts in files.items()):
                     return {"step": step, "where": str(folder)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ def _in_words(error: BaseException) -> str:
 def load_function(text: str) -> UserFunction:
     """PATH.py:NAME as the function `NAME(answer, reference, row)`. Raises FinetuneError."""
     path_text, colon, name = text.rpartition(":")
-    path = Path(path_text).expanduser()
+    path = Path(os.path.expanduser(path_text))
     if not colon or path.suffix != ".py" or not name.isidentifier():
         raise FinetuneError(f"--scorer {text}: write a file and a function in it, as my_metric.py:score")
     if not path.is_file():

@@ -7,6 +7,7 @@ and nothing else, and each has a time limit.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -139,8 +140,8 @@ def _opened(database: Any) -> dict[str, Any]:
     if not isinstance(database, str) or not database.strip():
         raise ValueError("sql needs a database: a column db with statements, or the option sql:db=FILE")
     is_script = ";" in database or "\n" in database
-    path = Path(database).expanduser() if "\0" not in database and "~" in database[:1] else Path(database)
     try:
+        path = Path(os.path.expanduser(database))
         with open_regular(path) as file:
             if file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC:
                 return {"setup": None, "file": str(path.resolve())}

@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +23,23 @@ from finetune.hub.branch import HubBranch
 from finetune.hub.bucket import HubBucket
 from finetune.hub.client import classify_error
 from finetune.output_stream import one_line
-from finetune.recipe.storage_address import HUB_BRANCH, HUB_BUCKET
+from finetune.paths import open_regular, read_regular
+from finetune.recipe.storage_address import HUB_BRANCH, HUB_BUCKET, OBJECT_STORES
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.wording import install_command
 
+MOST_SMALL_BYTES = 16 * 2**20  # of an entry or a lease: 1,024 ranks' files are 200 kB
 CONNECT_SECONDS, READ_SECONDS = 10, 300  # of one request to an object store
+CONFLICT_SECONDS, CONFLICTS = 1.0, 3  # S3 answers 409 while another request for the name is on its way
+NO_BUCKET = re.compile(r"(?i)bucket does not exist|NoSuchBucket")
+WHEN_REQUIRED = "set AWS_REQUEST_CHECKSUM_CALCULATION and AWS_RESPONSE_CHECKSUM_VALIDATION to when_required"
+STORE_ANSWERS = (  # of object stores: their words, what is wrong, the remedy
+    ("request time", "refuses this machine's clock", "set the clock right"),
+    ("region .* wrong|Redirect|LocationConstraint|code: 301", "is in another region", "set AWS_DEFAULT_REGION to it"),
+    ("checksum|trailer|sha256|MD5|implement|code: 501", "does not know what this client sends", WHEN_REQUIRED),
+)
+# Of a folder on a network; other faults of a folder stay.
+MAY_PASS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EHOSTDOWN, errno.ECONNRESET)
 FULL_BUCKET = re.compile(r"quota|storage ?full|storage limit|insufficientstorage|\b507\b|no space")
 
 
@@ -42,10 +55,13 @@ class Storage(Protocol):
         """The names at the top, of objects and folders; empty if nothing is there."""
 
     def read(self, path: str) -> bytes:
-        """A small object. Raises FileNotFoundError."""
+        """A small object. Raises FileNotFoundError. `read_small` looks at its size first."""
+
+    def size(self, path: str) -> int:
+        """An object's bytes. Raises FileNotFoundError."""
 
     def get(self, path: str, target: Path) -> None:
-        """Copy an object into a file. Raises FileNotFoundError."""
+        """Copy an object into a file. Raises FileNotFoundError. `fetch` looks at its size first."""
 
     def begin(self) -> None:
         """Forget puts and removals that wait, of a publication that failed."""
@@ -78,14 +94,29 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
             options["config_kwargs"] = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS}
         storage = ObjectStorage(url, fsspec.filesystem(scheme, **options))
     except ImportError as error:
-        needed = {"gs": "gcsfs", "az": "adlfs", "hf": "hf_xet"}.get(url.partition("://")[0])
-        remedy = f"pip install {needed}" if needed else f"in the checkout: {install_command('storage')}"
+        needed = {**OBJECT_STORES, "hf": "hf_xet"}[url.partition("://")[0]]
+        remedy = f"in the checkout: {install_command('storage')}" if needed == "s3fs" else f"pip install {needed}"
         raise FinetuneError(f"{url}: a package is missing ({' '.join(str(error).split())}); {remedy}") from None
     if scheme == "s3" and not storage.is_atomic:
         raise FinetuneError(
             f"{url}: this s3fs looks before it writes, so it keeps no two writers apart; pip install 's3fs>=2024.12'"
         )
     return storage
+
+
+def read_small(storage: Storage, path: str) -> bytes:
+    """An entry or a lease. Raises FileNotFoundError, and FinetuneError for an object that is too large to be one."""
+    if storage.size(path) > MOST_SMALL_BYTES:
+        raise FinetuneError(f"{storage.url}/{path}: is larger than a run's; name another place in run.storage")
+    return storage.read(path)
+
+
+def fetch(storage: Storage, path: str, target: Path, size: int) -> bool:
+    """Copy an object of `size` bytes into a file. False: it has another size; a larger one is not copied."""
+    if storage.size(path) != size:
+        return False
+    storage.get(path, target)
+    return target.stat().st_size == size
 
 
 class FolderStorage:
@@ -103,7 +134,11 @@ class FolderStorage:
             return []
 
     def read(self, path: str) -> bytes:
-        return (self._root / path).read_bytes()
+        return read_regular(self._root / path, MOST_SMALL_BYTES, follow=False)
+
+    def size(self, path: str) -> int:
+        with open_regular(self._root / path, follow=False) as file:
+            return os.fstat(file.fileno()).st_size
 
     def get(self, path: str, target: Path) -> None:
         shutil.copyfile(self._root / path, target)
@@ -163,7 +198,9 @@ class ObjectStorage:
     def names(self) -> list[str]:
         try:
             found = self._system.ls(self._root, detail=False)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if NO_BUCKET.search(str(error)):  # no place to begin a run in
+                raise
             return []
         return sorted({path.rstrip("/").rpartition("/")[2] for path in found})
 
@@ -172,6 +209,9 @@ class ObjectStorage:
 
     def get(self, path: str, target: Path) -> None:
         self._system.get_file(f"{self._root}/{path}", str(target))
+
+    def size(self, path: str) -> int:
+        return int(self._system.info(f"{self._root}/{path}")["size"])
 
     def begin(self) -> None:
         """Nothing waits here."""
@@ -183,11 +223,28 @@ class ObjectStorage:
             self._system.put_file(str(source), f"{self._root}/{path}")
 
     def create(self, path: str, content: bytes) -> bool:
-        try:
-            self._system.pipe_file(f"{self._root}/{path}", content, mode="create")
-        except FileExistsError:
+        for number in range(1, CONFLICTS + 1):
+            try:
+                self._system.pipe_file(f"{self._root}/{path}", content, mode="create")
+                return True
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno == errno.ENOSYS:  # the condition, because writes without it have succeeded before
+                    self.is_atomic = False
+                    break
+                if number == CONFLICTS or not re.search(r"RequestConflict|OperationAborted|code: 409", str(error)):
+                    raise
+                time.sleep(CONFLICT_SECONDS)
+        if self._system.exists(f"{self._root}/{path}"):
             return False
+        self.put(path, content)
         return True
+
+    def renew(self) -> None:
+        """Read the credentials again: a profile's file may have newer ones."""
+        system = self._system
+        self._system = type(system)(*system.storage_args, skip_instance_cache=True, **system.storage_options)
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
@@ -195,12 +252,13 @@ class ObjectStorage:
 
 
 def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool]:
-    """A failed operation as one line, and whether another try may succeed."""
+    """A failed operation as one line, and whether another try may succeed. Expired credentials are read again."""
     if isinstance(error, FinetuneError):
         return error, False
     reason = hide_secrets(one_line(f"{type(error).__name__}: {error}", 300), known_secrets())
     url, number = storage.url, getattr(error, "errno", None)
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
+    in_folder = isinstance(storage, FolderStorage) and isinstance(error, OSError) and number not in (None, *MAY_PASS)
+    if isinstance(error, FileNotFoundError | NotADirectoryError) and not in_folder:
         return FinetuneError(f"{url}: is not there ({reason}); make the bucket first, or correct its name"), False
     if isinstance(storage, HubBranch | HubBucket):
         found = classify_error(error)
@@ -215,12 +273,20 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
         return EnvironmentMismatch(f"{text}; {remedy}"), found.transient
     if number in (errno.ENOSPC, errno.EDQUOT) or FULL_BUCKET.search(str(error).lower()):
         return FinetuneError(f"{url}: is full ({reason}); free some space there, or raise its quota"), False
-    if "request time" in str(error).lower():
-        return FinetuneError(f"{url}: refuses this machine's clock ({reason}); set the clock right"), False
-    if isinstance(error, PermissionError) or type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
-        remedy = "check the rights of the folder"
-        if not isinstance(storage, FolderStorage):
-            remedy = "check the credentials, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE"
+    if in_folder:
+        doing = "refuses this user" if isinstance(error, PermissionError) else "cannot be used"
+        return FinetuneError(f"{url}: {doing} ({reason}); check the folder, its rights and its disk"), False
+    for words, problem, remedy in STORE_ANSWERS:
+        if isinstance(storage, ObjectStorage) and re.search(words, str(error), re.I):
+            return FinetuneError(f"{url}: {problem} ({reason}); {remedy}"), False
+    if isinstance(storage, ObjectStorage) and re.search("ExpiredToken|token.* expired", str(error)):
+        storage.renew()
+        return EnvironmentMismatch(f"{url}: the credentials have expired ({reason}); renew them"), True
+    refused = isinstance(error, PermissionError) or re.search(r"code: 401|Unauthorized", str(error))
+    if refused or type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
+        remedy = "check the credentials, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE"
+        if "SignatureDoesNotMatch" in str(error) or "signature" in str(error).lower():
+            remedy += f"; for a store other than AWS {WHEN_REQUIRED}"
         return FinetuneError(f"{url}: refuses this user ({reason}); {remedy}"), False
     if isinstance(error, NotImplementedError | TypeError):
         return FinetuneError(f"{url}: this kind of storage cannot do it ({reason}); use s3://, hf:// or file://"), False

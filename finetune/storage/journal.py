@@ -33,7 +33,7 @@ from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.output_stream import one_line
-from finetune.storage.backends import Storage, explain
+from finetune.storage.backends import WHEN_REQUIRED, Storage, explain, read_small
 
 RENEW_SECONDS = 10.0
 WATCH_SECONDS = 45.0  # a renewal may wait for a slow network; a start after a clean end does not watch
@@ -104,7 +104,7 @@ def _numbers(names: Iterable[str]) -> list[int]:
 
 
 def _entry(storage: Storage, number: int) -> Entry:
-    content = storage.read(entry_name(number))
+    content = read_small(storage, entry_name(number))
     try:
         value = json.loads(content)
         checkpoints = tuple(
@@ -113,7 +113,7 @@ def _entry(storage: Storage, number: int) -> Entry:
         found = Entry(
             number,
             int(value["owner"]),
-            str(value["by"]),
+            one_line(value["by"], 120),  # it reaches the terminal
             checkpoints,
             dict(value["records"]),
             str(value["records_folder"]),
@@ -126,12 +126,15 @@ def _entry(storage: Storage, number: int) -> Entry:
             raise ValueError("a file's name")
         if not all(re.fullmatch(r"[0-9]{8}", folder) for folder in folders):
             raise ValueError("a folder's name")
+        numbers = [*found.records.values(), *(size for saved in checkpoints for size in saved.files.values())]
+        if not all(type(size) is int and size >= 0 for size in [*numbers, *(saved.step for saved in checkpoints)]):
+            raise ValueError("a size, or a step")
         if not all(_LISTED.fullmatch(name) for name in found.gone):
             raise ValueError("a name to delete")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FinetuneError(
-            f"{storage.url}/{entry_name(number)}: is not what a run writes ({one_line(error, 80)}); {_OTHER_PREFIX}"
-        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        remedy = WHEN_REQUIRED if b"x-amz-checksum" in content else _OTHER_PREFIX  # a store that keeps it in the object
+        place = f"{storage.url}/{entry_name(number)}"
+        raise FinetuneError(f"{place}: is not what a run writes ({one_line(error, 80)}); {remedy}") from None
     return found
 
 
@@ -274,8 +277,8 @@ def _lease(counter: int, *, closed: bool) -> bytes:
 def read_lease(storage: Storage, entry: Entry) -> Mapping[str, Any]:
     """The owner's counter; empty if it wrote none."""
     try:
-        value = json.loads(storage.read(_lease_name(entry.owner)))
-    except (FileNotFoundError, ValueError):
+        value = json.loads(read_small(storage, _lease_name(entry.owner)))
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -294,11 +297,11 @@ def take_lease(storage: Storage, before: Entry | None, log: Callable[[str], None
     storage.begin()
     if storage.is_shared:
         storage.put(_lease_name(number), _lease(0, closed=False))
-    is_new = storage.create(entry.name, entry.as_bytes())
+    storage.create(entry.name, entry.as_bytes())
     if not storage.is_atomic:  # another start may have looked before this one wrote; the later entry counts
         time.sleep(SETTLE_SECONDS)
-        is_new = False
-    if not is_new and _entry(storage, number).token != entry.token:
+    # Read back always: a store may keep something else than it was given, and answer that all is well.
+    if _entry(storage, number).token != entry.token:
         raise _in_use(storage, newest_entry(storage), "began at the same moment")
     return Lease(storage, entry)
 

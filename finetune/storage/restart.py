@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of
 from finetune.run_folder.facts import STATE, read_state
 from finetune.run_folder.folder import RunIdentity
-from finetune.storage.backends import Storage, explain, open_storage
+from finetune.storage.backends import Storage, explain, fetch, open_storage
 from finetune.storage.journal import Entry, attempt, check_empty, is_conditional, newest_entry, take_lease
 from finetune.storage.mirror import MIRRORED_FILES, Mirror, with_own_paths
 
@@ -68,14 +68,15 @@ def _fetched_records(url: str, private: bool) -> Path:
     return folder
 
 
-def fetch_records(storage: Storage, entry: Entry | None, folder: Path) -> None:
+def fetch_records(
+    storage: Storage, entry: Entry | None, folder: Path, names: Collection[str] = (*MIRRORED_FILES, STATE)
+) -> None:
     """Copy an entry's records into a folder, run_state.json last. Raises FinetuneError for one that is torn."""
-    if entry is None:
-        return
-    for name in sorted({*MIRRORED_FILES, STATE} & entry.records.keys(), key=lambda name: name == STATE):
+    for name in names:
+        if entry is None or name not in entry.records:
+            continue
         temporary = folder / f"{TEMPORARY_PREFIX}{name}"
-        storage.get(f"{entry.records_folder}/{name}", temporary)
-        if temporary.stat().st_size != entry.records[name]:
+        if not fetch(storage, f"{entry.records_folder}/{name}", temporary, entry.records[name]):
             raise FinetuneError(f"{storage.url}/{entry.records_folder}/{name}: has another size than was written")
         os.replace(temporary, folder / name)
 
@@ -135,8 +136,7 @@ def _state_there(storage: Storage, entry: Entry, identity: Mapping[str, Any]) ->
     if STATE not in entry.records:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / STATE
-        attempt(storage, lambda: storage.get(f"{entry.records_folder}/{STATE}", target))
+        attempt(storage, lambda: fetch_records(storage, entry, Path(folder), [STATE]))
         state = read_state(Path(folder), f"of {storage.url}; name another place in run.storage")
     assert state is not None
     return state | {"identity": with_own_paths(state["identity"], identity)}
@@ -158,34 +158,35 @@ def _bring(
     staging = run_dir / f"{TEMPORARY_PREFIX}storage"
     damaged: list[str] = []
 
-    def fetch(step: int) -> Checkpoint | None:
+    def fetch_step(step: int) -> Checkpoint | None:
         saved, folder = there[step], staging / f"step-{step:08d}"
         remove_folder(folder)
         folder.mkdir(parents=True)
         problem: Checkpoint | str
         try:
-            for name in saved.files:
-                attempt(storage, lambda: storage.get(saved.path(name), folder / name))  # noqa: B023  # called at once
-            problem = examine(folder)
+            places = [(saved.path(name), folder / name, size) for name, size in saved.files.items()]
+            fits = all(attempt(storage, functools.partial(fetch, storage, *place)) for place in places)
+            problem = examine(folder) if fits else "a file has another size than was written"
         except FinetuneError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
             problem = "a file is missing"
         if isinstance(problem, Checkpoint):
             return problem
+        remove_folder(folder)  # what is left there moves into the run folder
         damaged.append(f"{storage.url}/{saved.folder}: step {step}: damaged, not used: {one_line(problem, 300)}")
         log(damaged[-1])
         return None
 
     try:
-        found = next(filter(None, (fetch(step) for step in sorted(there, reverse=True) if step > here)), None)
+        found = next(filter(None, (fetch_step(step) for step in sorted(there, reverse=True) if step > here)), None)
         if found is None and here == 0:
             raise FinetuneError("\n".join([*damaged, f"{storage.url}: none of its checkpoints is complete; delete it"]))
         if found is None:
             return
         best = read_state_of(found).get("best_step") if exports_best else None
         steps = [found.step]
-        if best in there and best != found.step and best not in checkpoint_steps(run_dir) and fetch(best):
+        if best in there and best != found.step and best not in checkpoint_steps(run_dir) and fetch_step(best):
             steps.append(best)
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         for step in steps:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from finetune.errors import FinetuneError
 from finetune.output_stream import one_line
-from finetune.recipe.storage_address import storage_problem
+from finetune.recipe.storage_address import storage_address, storage_problem
 from finetune.run_folder.facts import STATE
 from finetune.run_folder.status import Mirrored, RunStatus, read_status
 from finetune.storage.backends import Storage, open_storage
@@ -18,6 +18,7 @@ from finetune.storage.restart import fetch_records
 
 def stored_status(url: str) -> RunStatus:
     """The status of the run on a storage, as of its last save. Raises FinetuneError: no run is there."""
+    url = storage_address(url)
     if (found := storage_problem(url)) is not None:
         raise FinetuneError(f"{one_line(url, 200)} {found[0]}; {found[1]}")
     storage = open_storage(url)
@@ -44,7 +45,7 @@ def _read(storage: Storage, folder: Path) -> RunStatus:
     entry = _fetched(storage, folder)
     lease, silent, checkpoint = read_lease(storage, entry), None, None
     if lease and not lease.get("closed") and isinstance(lease.get("seconds"), int | float):
-        silent = max(0.0, time.time() - lease["seconds"])
+        silent = max(0.0, time.time() - min(max(lease["seconds"], 0), 2**53))
     if entry.checkpoints:
         newest = entry.checkpoints[-1]
         checkpoint = {"step": newest.step, "where": f"{storage.url}/{newest.path('')}".rstrip("/")}

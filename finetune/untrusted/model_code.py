@@ -52,7 +52,7 @@ def refuse_other_code(product: Path, base: Path | None, name: str) -> None:
 
 
 def _key(name: str, revision: str) -> str:
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     files = sorted(folder.glob("*.py")) if folder.is_dir() else []
     hashes = {str(file.resolve()): _hash(file) for file in files}
     return hashlib.sha256(json.dumps(["model code", name, revision, hashes]).encode()).hexdigest()

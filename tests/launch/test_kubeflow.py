@@ -161,6 +161,7 @@ def test_the_runtime_restarts_by_exit_code_and_lends_what_a_run_needs(capsys: py
     again_in_vain = [FinetuneError.exit_code, DoesNotFit.exit_code, EnvironmentMismatch.exit_code]
     assert rules == [("FailJob", again_in_vain), ("Ignore", [Stopped.exit_code]), ("Ignore", None)]
     assert pod["restartPolicy"] == "Never"
+    assert job["backoffLimit"] == 6 * 2, "a crash ends the ranks on every machine, so each counts"
     (container,) = pod["containers"]
     environment = {each["name"]: each["value"] for each in container["env"]}
     assert int(environment[GRACE_VARIABLE]) == pod["terminationGracePeriodSeconds"]

@@ -62,9 +62,11 @@ for _ in range(600):
 
 
 @contextmanager
-def launched(folder: Path, *told: str, ranks: int = 2, grace: float = 30.0) -> Iterator[subprocess.Popen[str]]:
+def launched(
+    folder: Path, *told: str, ranks: int = 2, grace: float = 30.0, program: str = RANK
+) -> Iterator[subprocess.Popen[str]]:
     """A launcher in a session of its own, as a terminal's foreground job is; its ranks are up."""
-    (folder / "rank.py").write_text(RANK)
+    (folder / "rank.py").write_text(program)
     words = ["-c", LAUNCHER, str(grace), str(ranks), str(folder / "rank.py"), str(folder), *told]
     process = subprocess.Popen(
         [sys.executable, *words],
@@ -101,6 +103,35 @@ def ended(process: subprocess.Popen[str], folder: Path, seconds: float = 20) -> 
 
 def heard(folder: Path) -> list[str]:
     return [file.read_text() for file in sorted(folder.glob("heard-*"))]
+
+
+STOPPED = """
+import sys, time
+from pathlib import Path
+from finetune.launch.signals import StopRequest, stop_on_signals
+request = StopRequest()
+with stop_on_signals(request), request.finishes_step():
+    name = Path(sys.argv[1]) / f"up-{time.monotonic_ns()}"
+    name.write_text("")
+    while not request:
+        time.sleep(0.02)
+(name.with_name(name.name.replace("up", "reason"))).write_text(request.reason)
+sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.sample(1, thorough=3)
+def test_a_rank_names_the_signal_that_came(tmp_path: Path, number: signal.Signals) -> None:
+    """Not the SIGTERM by which the launcher passes it on."""
+    with launched(tmp_path, program=STOPPED) as process:
+        end = time.monotonic() + 30
+        while len(list(tmp_path.glob("up-*"))) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        process.send_signal(number)
+        assert ended(process, tmp_path)[0] == 130
+    assert [file.read_text() for file in tmp_path.glob("reason-*")] == [number.name] * 2
 
 
 def test_ranks_have_torchruns_variables(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from finetune.run_folder.checkpoint import (
     write_checkpoint,
 )
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
+from finetune.strategies.pieces import Ranks
 
 
 def simple(value: float) -> dict[str, dict[str, torch.Tensor]]:
@@ -371,3 +372,17 @@ def test_what_is_in_the_place_of_a_checkpoint_does_not_stop_a_run(tmp_path: Path
     assert step_folder(tmp_path, 3).is_dir()
     assert not step_folder(tmp_path, 3).is_symlink()
     assert (elsewhere / "kept").read_text() == "kept"
+
+
+def test_a_piece_that_changed_on_its_way_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 compares what it received with the hash that the other machine's rank took of its own file."""
+    part = {"file": "model-00001.safetensors", "bytes": 3, "sha256": "as written"}
+    ranks = Ranks(rank=0, world=2, apart={1: 1})
+    for arrived in ("as written", "changed"):
+        moved = {part["file"]: arrived}
+        monkeypatch.setattr("finetune.run_folder.transfers.move_files", lambda *_, moved=moved: moved)
+        if arrived == "as written":
+            checkpoints._collect(tmp_path, [{}, {"model": part}], ranks)
+            continue
+        with pytest.raises(OSError, match=r"model-00001\.safetensors is not what rank 1 wrote"):
+            checkpoints._collect(tmp_path, [{}, {"model": part}], ranks)

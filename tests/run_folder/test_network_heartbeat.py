@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,21 @@ def test_rank_0_hears_all_and_all_hear_rank_0() -> None:
         last = first.last(2)
         assert last is not None
         assert (last.step, last.count) == (9, 3), "a step that ends soon after a heartbeat sends none"
+
+
+@pytest.mark.parametrize("cut", [1, 50, -1])
+def test_a_heartbeat_that_comes_in_two_parts_is_heard(cut: int) -> None:
+    with three_ranks() as (first, _, third):
+        until(lambda: first.last(2) is not None)
+        line = json.dumps({"heartbeat": asdict(replace(third._own, step=8)), "failure": None}).encode() + b"\n"
+        third._connections[0].send(line[:cut])
+        time.sleep(0.05)
+        last = first.last(2)
+        assert last is not None
+        assert last.step == 7
+        third._connections[0].send(line[cut:])
+        time.sleep(0.05)
+        until(lambda: (last := first.last(2)) is not None and last.step == 8)
 
 
 def test_a_step_is_sent_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,18 @@ import pytest
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch
 from finetune.files import append_lines, read_lines, write_json
-from finetune.run_folder.facts import STATE
+from finetune.run_folder.facts import STATE, saved_steps
 from finetune.run_folder.folder import RunIdentity, claim_run_folder, mark_failed, mark_run
-from finetune.run_folder.heartbeat import Heartbeat, clear_heartbeats, heartbeat_file
+from finetune.run_folder.heartbeat import (
+    Heartbeat,
+    clear_heartbeats,
+    heartbeat_file,
+    last_heartbeat,
+    record_now,
+)
 from finetune.run_folder.status import RunStatus, read_status
 from tests.support.models.tiny import write_chats
+from tests.support.runs.hostile_files import KINDS, put_hostile
 from tests.support.runs.recipes import least, tiny_lora, write_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -242,6 +250,67 @@ def test_a_strangers_figures_are_no_traceback(tmp_path: Path, capsys: pytest.Cap
     assert "\x1b" not in capsys.readouterr().out
     assert main(["status", str(tmp_path), "--json"]) == 0
     json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", [STATE, ".lock", "metrics.jsonl", "receipt.json", "recipe.yaml", "rank 0", "rank 1", "manifest"]
+)
+def test_a_hostile_file_is_no_traceback_and_no_wait(
+    kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"state": "running", "step": 1, "command": "", "identity": {}}
+    (tmp_path / STATE).write_text(json.dumps(state))
+    clear_heartbeats(tmp_path)
+    heartbeat_file(tmp_path, 0).write_text(json.dumps({"token": 11}))
+    place = checkpoint(tmp_path, 4)
+    files = {"rank 0": heartbeat_file(tmp_path, 0), "rank 1": heartbeat_file(tmp_path, 1)}
+    put_hostile(kind, (files | {"manifest": place / "MANIFEST.json"}).get(name, tmp_path / name))
+    began = time.process_time()
+    assert main(["status", str(tmp_path), "--json"]) == (2 if name == STATE else 0)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert time.process_time() - began < 3
+
+
+def test_large_figures_and_strange_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No number leaves the range of JSON, and no folder's name is taken for a step."""
+    (tmp_path / STATE).write_text(json.dumps({"state": "running", "step": 1, "command": "", "identity": {}}))
+    lines = [train_line(2, 1.0) | {"step_seconds": 1e308}, train_line(3, 10**400), train_line(4, 0.5)]  # type: ignore[arg-type]
+    for line in lines:
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        for total in (100, 10**400):
+            write_json(tmp_path / "receipt.json", {"batch": {"total_steps": total}})
+            assert main(["status", str(tmp_path), "--json"]) == 0
+            json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+            assert main(["status", str(tmp_path)]) == 0
+            capsys.readouterr()
+    checkpoint(tmp_path, 4)
+    for name in ("step-²", "step-٠٠٠٠٠٠٠٩", "step-" + "9" * 30, "step-x"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert saved_steps(tmp_path) == [4]
+    write_json(tmp_path / "checkpoints" / "step-00000004" / "MANIFEST.json", {"files": {"a\0b": {"bytes": 1}}})
+    assert main(["status", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("change", [{"phase": []}, {"host": {}}, {"machine": 1}, {"step": 1.5}, {"more": 1}])
+def test_a_heartbeat_that_no_rank_wrote_does_not_count(tmp_path: Path, change: dict[str, Any]) -> None:
+    clear_heartbeats(tmp_path)
+    record = asdict(record_now(1, 11, "running", "training", 7, 1))
+    heartbeat_file(tmp_path, 1).write_text(json.dumps(record))
+    assert last_heartbeat(tmp_path, 1, 11) is not None
+    heartbeat_file(tmp_path, 1).write_text(json.dumps(record | change))
+    assert last_heartbeat(tmp_path, 1, 11) is None
+
+
+def test_the_folder_of_heartbeats_is_emptied_through_no_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("mine")
+    (tmp_path / ".ranks").symlink_to("mine")
+    clear_heartbeats(tmp_path)
+    (tmp_path / ".ranks" / "folder").mkdir()
+    clear_heartbeats(tmp_path)
+    assert list((tmp_path / ".ranks").iterdir()) == []
+    assert (tmp_path / "mine" / "notes").read_text() == "mine"
 
 
 def test_the_page_explains_each_key() -> None:

@@ -86,6 +86,23 @@ def test_the_operations(opened: Callable[..., HubBucket], tmp_path: Path, monkey
             storage.read(path)
 
 
+def test_names_that_begin_alike_are_another_runs(
+    opened: Callable[..., HubBucket], bucket_hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the Hub lists for `devils/`: files of `devils2` are neither seen nor deleted."""
+    storage, beside = opened(), opened(f"{URL}2")
+    storage.put("00000001/a", b"mine")
+    beside.put("0000001/a", b"another run's")
+    beside.put("x00000001/a", b"another run's")
+    tree = storage._api.list_bucket_tree
+    monkeypatch.setattr(
+        storage._api, "list_bucket_tree", lambda bucket, prefix, **how: tree(bucket, prefix.rstrip("/"), **how)
+    )
+    assert storage.names() == ["00000001"]
+    storage.remove(["00000001", "", "/0000001", "/x00000001"])
+    assert sorted(bucket_hub.buckets["me/runs"].files) == ["devils2/0000001/a", "devils2/x00000001/a"]
+
+
 def test_another_writer_is_seen_at_once(opened: Callable[..., HubBucket]) -> None:
     """The client's file system answers from listings that it made before, and would overwrite the other's entry."""
     mine, other = opened(), opened()

@@ -5,15 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from finetune.errors import FinetuneError
 from finetune.storage import journal
+from finetune.storage.backends import ObjectStorage, Storage
 from finetune.storage.journal import Entry, Lease, Saved, newest_entry, take_lease
 from tests.support.runs.faulty_storage import FaultyStorage
 
@@ -120,6 +124,18 @@ def test_a_superseded_owner_publishes_nothing_and_names_the_other(url: str, leas
     assert [saved.step for saved in check_whole(url).checkpoints] == [2]
     publish(second, 3)
     assert [saved.step for saved in check_whole(url).checkpoints] == [2, 3]
+
+
+def test_a_living_owner_notices_by_itself_that_it_was_superseded(url: str, leases: list[Lease]) -> None:
+    """It slept for longer than the other watched. It need not wait for its next save, which may be hours away."""
+    first = taken(url, leases)
+    newer = Entry(2, 2, "process 7 on another", token="x")
+    assert first.storage.create(newer.name, newer.as_bytes())
+    end = time.monotonic() + 5
+    while first.lost is None and time.monotonic() < end:
+        time.sleep(0.02)
+    assert first.lost is not None
+    assert "another start has taken over this run (process 7 on another)" in first.lost
 
 
 @pytest.mark.parametrize("at", ["put", "create"])
@@ -325,17 +341,47 @@ def take_lease_quickly(storage: FaultyStorage, before: Entry | None) -> Lease:
         (PermissionError(errno.EACCES, "denied"), "refuses this user"),
         (PermissionError(errno.EACCES, "denied", "00000507.json"), "refuses this user"),
         (OSError(errno.ENOSPC, "No space left on device"), "is full"),
-        (FileNotFoundError(errno.ENOENT, "NoSuchBucket"), "is not there"),
-        (OSError(5, "XMinioStorageFull: Storage backend has reached its minimum free drive threshold"), "is full"),
-        (TimeoutError("read timed out"), "cannot be reached"),
-        (ConnectionResetError("reset"), "cannot be reached"),
+        (OSError(errno.EFBIG, "File too large"), "cannot be used"),
+        (OSError(errno.EROFS, "Read-only file system"), "cannot be used"),
+        (OSError(errno.ELOOP, "is a link, not a file"), "cannot be used"),
+        (FileNotFoundError(errno.ENOENT, "No such file"), "cannot be used"),
+        (OSError(errno.ESTALE, "Stale file handle"), "cannot be reached"),
     ],
 )
-def test_a_fault_is_one_line_with_place_and_remedy(url: str, error: Exception, line: str) -> None:
-    storage = FaultyStorage(url)
+def test_a_folders_fault_is_one_line_with_its_remedy(url: str, error: Exception, line: str) -> None:
+    check_fault(FaultyStorage(url), error, line, "network" if "reached" in line else "folder|free some space")
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "remedy"),
+    [
+        (FileNotFoundError(errno.ENOENT, "NoSuchBucket"), "is not there", "make the bucket"),
+        (PermissionError("Access Denied"), "refuses this user", "credentials"),
+        (OSError(errno.EIO, "An error occurred (Unauthorized), HTTP Status code: 401"), "refuses this user", "AWS_ACC"),
+        (OSError(5, "XMinioStorageFull: Storage backend has reached its minimum free drive"), "is full", "quota"),
+        (OSError(errno.ENOSYS, "A header implies functionality that is not implemented"), "does not know", "CHECKSUM"),
+        (
+            OSError(errno.EINVAL, "'x-amz-content-sha256' header does not match"),
+            "does not know",
+            "CHECKSUM",
+        ),
+        (OSError(errno.EINVAL, "Missing required header for this request: Content-MD5"), "does not know", "CHECKSUM"),
+        (PermissionError("SignatureDoesNotMatch"), "refuses this user", "for a store other than AWS .*_CHECKSUM_CALC"),
+        (OSError(errno.EINVAL, "Unsupported header 'x-amz-checksum-crc32'"), "does not know", "to when_required"),
+        (OSError(errno.EINVAL, "the region 'us-east-1' is wrong; expecting 'eu-central-1'"), "is in another", "REGION"),
+        (PermissionError("IllegalLocationConstraintException: unspecified"), "is in another region", "REGION"),
+        (TimeoutError("read timed out"), "cannot be reached", "network"),
+        (ConnectionResetError("reset"), "cannot be reached", "network"),
+    ],
+)
+def test_an_object_stores_fault_is_one_line_with_its_remedy(error: Exception, line: str, remedy: str) -> None:
+    check_fault(ObjectStorage("s3://bucket/run", MemoryFileSystem()), error, line, remedy)
+
+
+def check_fault(storage: Storage, error: Exception, line: str, remedy: str) -> None:
     found, may_pass = journal.explain(storage, error)
-    assert str(found).startswith(f"{url}: {line}")
-    assert "; " in str(found)
+    assert str(found).startswith(f"{storage.url}: {line}")
+    assert re.search(f"; [^;]*({remedy})", str(found)), str(found)
     assert "\n" not in str(found)
     assert may_pass == (line == "cannot be reached")
 
@@ -355,3 +401,47 @@ def test_an_entry_names_no_file_elsewhere(tmp_path: Path, url: str, leases: list
     (tmp_path / "store" / "00000001.json").write_bytes(entry)
     with pytest.raises(FinetuneError, match="is not what a run writes"):
         newest_entry(lease.storage)
+
+
+class Renewed(MemoryFileSystem):  # type: ignore[misc]
+    """A client that reads its token when it is made."""
+
+    token = "1"
+    cachable = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.mine = Renewed.token
+
+    def put_file(self, source: str, target: str, **options: Any) -> None:
+        if self.mine != "3":
+            raise PermissionError("The provided token has expired., HTTP Status code: 400")
+
+
+@pytest.mark.parametrize("token", ["2", "3"])
+def test_credentials_that_expired_are_read_again(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run outlives its token. Somebody renews it in the profile's file; else the line says what to do."""
+    storage = ObjectStorage("s3://bucket/run", Renewed(use_listings_cache=False))
+    for newer in ("2", token):
+        monkeypatch.setattr(Renewed, "token", newer)
+        if newer == "3":
+            journal.attempt(storage, lambda: storage.put("a", Path(__file__)))
+            return
+        with pytest.raises(FinetuneError, match=r"the credentials have expired .*; renew them"):
+            journal.attempt(storage, lambda: storage.put("a", Path(__file__)))
+
+
+@pytest.mark.parametrize("kept", [b"5\r\n%s\r\n0\r\nx-amz-checksum-crc32:6da4RA==\r\n\r\n", b"nothing at all"])
+def test_a_store_that_keeps_something_else_is_found_out_at_once(url: str, tmp_path: Path, kept: bytes) -> None:
+    """Some stores write the client's checksum into the object, and answer 200."""
+    storage = FaultyStorage(url)
+
+    def spoil(operation: str, path: str) -> None:
+        if operation == "create":
+            file = tmp_path / "store" / path
+            file.write_bytes(kept.replace(b"%s", file.read_bytes()))
+
+    storage.after = spoil
+    remedy = "AWS_REQUEST_CHECKSUM_CALCULATION" if b"amz" in kept else "name another place"
+    with pytest.raises(FinetuneError, match=rf"00000001\.json: is not what a run writes .*{remedy}"):
+        take_lease(storage, None, lambda _: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -137,7 +138,7 @@ def damage(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", ["bit", "short", "gone", "no manifest"])
+@pytest.mark.parametrize("how", ["bit", "short", "huge", "gone", "no manifest"])
 @pytest.mark.sample(1)
 def test_a_damaged_newest_one_is_named_and_the_one_before_used(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
@@ -149,6 +150,7 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_used(
     spoil: dict[str, Callable[[], Any]] = {
         "bit": lambda: damage(file),
         "short": lambda: file.write_bytes(file.read_bytes()[:-100]),
+        "huge": lambda: os.truncate(file, 2**40),
         "gone": file.unlink,
         "no manifest": (file.parent / "MANIFEST.json").unlink,
     }
@@ -158,6 +160,7 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_used(
     told = capsys.readouterr().err
     assert f"store/{entry.checkpoints[-1].folder}: step 3: damaged, not used: " in told
     assert "resumed from step 2" in told
+    assert list((tmp_path / "first").glob("step-*")) == [], "what was passed over stays in no folder of the run"
 
 
 @pytest.mark.slow
@@ -282,7 +285,8 @@ def test_a_fault_before_training_is_one_line_and_exit_2(
     (tmp_path / "file").write_text("")
     assert main([str(recipe), f"run.storage=file://{tmp_path}/file/x"]) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert told.startswith(f"run.storage: file://{tmp_path}/file/x: is not there (NotADirectoryError: ")
+    assert told.startswith(f"run.storage: file://{tmp_path}/file/x: cannot be used (NotADirectoryError: ")
+    assert told.endswith("; check the folder, its rights and its disk")
     assert not (tmp_path / "first").exists()
 
 

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from finetune.closed_form import recomputation
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.strategy import strategy_of
 from finetune.train import main
 from finetune.training import worst_step
 from finetune.training.batch_plan import plan_batches
-from finetune.training.session import agree_on_recomputation, agree_on_rows
+from finetune.training.session import agree_on_recomputation, agree_on_reduction, agree_on_rows
 from finetune.training.start import Start, own_split
 from tests.support.models.tiny import write_chats
 from tests.support.runs.launching import ALONE
@@ -167,6 +168,32 @@ def test_ranks_take_the_rows_of_the_one_with_least_memory(tmp_path: Path) -> Non
     assert rows == (2, 2, 2)
     assert found.rows["line"].endswith("another rank's device has less memory")
     assert agree_on_rows(Ranks(8), start) is start  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "agreed"), [(True, True, True), (True, False, False), (False, True, False), (None, False, None)]
+)
+def test_ranks_reduce_once_a_step_only_where_all_have_room(
+    own: bool | None, other: bool, agreed: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that reduces at another time than the others hangs, or adds up other micro-batches."""
+
+    class Two:
+        device, num_processes = torch.device("cpu"), 2
+
+        def reduce(self, count: Tensor, reduction: str) -> Tensor:
+            return count + int(other)
+
+    chosen = None if own is None else recomputation.Reduction(own, "its own reason")
+    monkeypatch.setattr(recomputation, "choose_reduction", lambda *given, **more: chosen)
+    recipe = least_recipe(tmp_path, accelerate_config="fsdp2")
+    start = replace(started(False, tmp_path), recipe=recipe, strategy=strategy_of(recipe), launch=ALONE)
+    found = agree_on_reduction(Two(), start)  # type: ignore[arg-type]
+    if agreed is None:
+        assert found is start
+        return
+    assert (found.strategy.keeps_gradients, found.reduction["once"]) == (agreed, agreed)
+    assert ("another rank's device" in found.reduction["why"]) == (own is True and not agreed)
 
 
 def test_what_the_recipe_says_is_not_discussed(tmp_path: Path) -> None:

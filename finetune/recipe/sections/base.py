@@ -12,7 +12,8 @@ from pydantic_core import PydanticCustomError
 
 from finetune.paths import in_home
 
-Local = Annotated[str, AfterValidator(in_home)]  # may be a path; ~ is the home folder
+# May be a path; ~ is the home folder. A chat template may stand here itself.
+Local = Annotated[str, AfterValidator(lambda text: text if "{" in text else in_home(text))]
 MOST = 2**31 - 1  # limit for every count; no run has more of anything
 Count = Annotated[int, Field(ge=1, le=MOST)]
 WholeNumber = Annotated[int, Field(ge=0, le=MOST)]

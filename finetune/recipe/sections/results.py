@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, model_validator
 
 from finetune.recipe.metric_names import MetricChoice, WrongMetric, read_metric
 from finetune.recipe.sections.base import Count, CrossCheck, Interval, Local, Section, WholeNumber, refuse
+from finetune.recipe.storage_address import storage_address, storage_problem
 from finetune.recipe.yaml_text import shown
 
 
@@ -19,7 +22,7 @@ class RunLimits(Section):
         "after a date with its zone, 2026-11-28T18:00+01:00. Each start counts anew. null: no limit.",
     )
 
-    storage: str | None = Field(
+    storage: Annotated[str, AfterValidator(storage_address)] | None = Field(
         None,
         min_length=1,
         description="Where the newest checkpoint and the run's records are copied in the background, and from where a "
@@ -32,8 +35,6 @@ class RunLimits(Section):
         """Check the address's form. A start asks the storage itself."""
         if self.storage is None:
             return self
-        from finetune.recipe.storage_address import storage_problem
-
         if (found := storage_problem(self.storage)) is not None:
             refuse([CrossCheck("storage", f"{shown(self.storage)} {found[0]}", found[1])])
         return self
