@@ -38,8 +38,8 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
     for index in own_gpus:
         if kernels := kernels_of_others(index):
             raise EnvironmentMismatch(
-                f"launch: this torch has kernels for {kernels}, and none for {torch.cuda.get_device_name(f'cuda:{index}')}"
-                f"; install a wheel that has some: {OLDER_WHEELS}"
+                f"launch: this torch has kernels for {kernels}, and none for "
+                f"{torch.cuda.get_device_name(f'cuda:{index}')}; install a wheel that has some: {OLDER_WHEELS}"
             )
     capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in own_gpus)
     if recipe.model.load_in_fp8 and capability < ADA:
@@ -60,7 +60,7 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
 def kernels_of_others(index: int) -> str:
     """The kernels that torch has, if none runs on this GPU; else empty.
 
-    sm_75 runs on capabilities 7.5 to 7.9, so not on a V100 (7.0). compute_90 is compiled on the machine for 9.0 and later.
+    sm_75 runs on capabilities 7.5 to 7.9, so not on a V100 (7.0). compute_90 is compiled there, for 9.0 and later.
     """
     capability, kernels = torch.cuda.get_device_capability(f"cuda:{index}"), torch.cuda.get_arch_list()
     for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(kernels)):
