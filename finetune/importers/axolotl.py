@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from finetune.importers.foreign_config import ForeignConfig, as_count, positive_or_none
@@ -19,7 +20,6 @@ from finetune.importers.shared import (
     carry_checkpointing,
     carry_held_out,
     carry_hub,
-    carry_interval,
     carry_named_template,
     carry_optimizer,
     carry_remote_code,
@@ -50,6 +50,7 @@ _TEMPLATE_NAMES = {"llama3": "llama3", "chatml": "chatml"}
 # A row's type in axolotl's words -> our layout. There, alpaca is a text with headings, not a chat.
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "chat_template": "messages"}
 _COLUMNS = {"messages": "messages", "conversations": "sharegpt"}
+_NO_LINEAR = re.compile(r"embed|head$|^w[tp]e$|^shared$")  # names of embeddings and of the output layer
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's keys that hold reasoning
 # The end-of-turn tokens in templates that axolotl names. Here the tokenizer's own template replaces them.
 _TURN_ENDS = {
@@ -71,6 +72,7 @@ _USUAL = {
     "split_thinking": (False,),
     "drop_system_message": (False,),
 }
+_TURN_KEYS, _TURN_NAMES = ("property_mappings.", "field_"), ("role", "content", "from", "value")
 _KNOWN_ROLES = {"messages": ("user", "assistant", "system", "tool"), "sharegpt": (
     "human", "user", "gpt", "assistant", "model", "chatgpt", "system", "tool", "observation",
 )}  # fmt: skip
@@ -78,8 +80,9 @@ _KNOWN_ROLES = {"messages": ("user", "assistant", "system", "tool"), "sharegpt":
 
 def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
+    foreign.replace_nulls(bf16=False)
     foreign.carry("model.name_or_path", "base_model")
-    foreign.carry("model.revision", "revision_of_model")
+    foreign.carry("model.revision", "revision_of_model", "model_revision")
     carry_remote_code(foreign)
     leave_end_token(foreign, "special_tokens.eos_token")
     for plugin in foreign.names("plugins"):
@@ -107,9 +110,7 @@ def convert(foreign: ForeignConfig) -> None:
 def _preferences(foreign: ForeignConfig, rl: str, objective: Objective) -> None:
     """training.objective with its section. axolotl hands these keys to TRL's trainers."""
     foreign.write("training.objective", objective, "rl")
-    foreign.carry(f"{objective}.beta", "trl.beta", "rl_beta", default=0.1)
-    if foreign.get("dpo_beta") is not None:
-        foreign.leave("dpo_beta", "same", "axolotl does not read it any more; rl_beta is the key")
+    foreign.carry(f"{objective}.beta", "trl.beta", "rl_beta", "dpo_beta", default=0.1)
     match rl:
         case "kto":
             keys = {"wanted": "kto_desirable_weight", "unwanted": "kto_undesirable_weight"}
@@ -145,7 +146,12 @@ def _adapter(foreign: ForeignConfig) -> None:
     all_linear, modules = foreign.get("lora_target_linear"), foreign.get("lora_target_modules")
     if all_linear:
         foreign.write("lora.target_modules", "all-linear", "lora_target_linear")
-        if modules:
+        # axolotl takes both; peft's all-linear has neither embeddings nor the head.
+        others = [name for name in foreign.names("lora_target_modules") if _NO_LINEAR.search(name)]
+        if others:
+            reason = "adapted there beside all linear layers, and not here; all-linear leaves them out"
+            foreign.leave("lora_target_modules", "differs", reason, others)
+        elif modules:
             foreign.leave("lora_target_modules", "same", "lora_target_linear covers them")
     elif modules:
         foreign.write("lora.target_modules", modules, "lora_target_modules")
@@ -192,6 +198,8 @@ def _training(foreign: ForeignConfig) -> None:
     foreign.carry("training.max_grad_norm", "max_grad_norm", default=1.0, change=positive_or_none)
     carry_optimizer(foreign, "optimizer", "adamw_torch_fused")
     carry_checkpointing(foreign, "gradient_checkpointing", default=False)
+    if foreign.peek("activation_offloading") == "hidden_states":  # of each layer the input alone, recomputed from there
+        foreign.write("training.activation_checkpointing", True, "activation_offloading")
     foreign.carry("training.seed", "seed", default=42)
     foreign.carry("training.early_stopping_patience", "early_stopping_patience")
     foreign.carry("logging_steps", "logging_steps", change=as_count)
@@ -199,7 +207,7 @@ def _training(foreign: ForeignConfig) -> None:
     # axolotl turns a number an epoch into a share of the run: 4 an epoch over 2 epochs is every 1/8 of the run.
     epochs = foreign.number("num_epochs", 1)
     for recipe_key, an_epoch in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
-        carry_interval(foreign, recipe_key, recipe_key)
+        foreign.carry(recipe_key, recipe_key, change=as_count)
         if foreign.get(an_epoch) == 0:
             continue
         times = foreign.number(an_epoch)
@@ -253,7 +261,7 @@ def _precision(foreign: ForeignConfig) -> None:
         mixed_precision = "bf16"
     if values["bfloat16"]:
         mixed_precision = "bf16"
-    key = next((key for key, value in values.items() if value), "")
+    key = next((key for key, value in values.items() if value), "bf16" if values["bf16"] is False else "")
     foreign.write("training.mixed_precision", mixed_precision, key or "axolotl's default: bf16 where the GPU has it")
     if mixed_precision == "bf16":
         trains_all_weights = "lora" in foreign.carried  # as null
@@ -274,11 +282,17 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
     test_sets = foreign.peek("test_datasets")
     if test_sets is not None and not _is_list_of_sections(test_sets):
         foreign.refuse("test_datasets", "a list of data sets is needed")
-    count = len(foreign.peek(key))
-    foreign.write("data.train", [_entry(foreign, f"{key}.{index}", objective) for index in range(count)], key)
+    for name in ("chat_template", "chat_template_jinja"):  # a data set's own wins; if all have it, it is the recipe's
+        first, *others = (foreign.peek(f"{key}.{index}.{name}") for index in range(len(foreign.peek(key))))
+        if first and foreign.peek(name) is None and all(other == first for other in others):
+            foreign.values = {**foreign.values, name: first}
+    entries = [_entry(foreign, f"{key}.{index}", objective) for index in range(len(foreign.peek(key)))]
+    foreign.write("data.train", entries, key)
+    if len(entries) > 1 and foreign.peek("dataset_exact_deduplication"):
+        foreign.leave("dataset_exact_deduplication", "look", "a row is compared with those of its own data set alone")
     if test_sets:
-        entries = [_entry(foreign, f"test_datasets.{index}", objective) for index in range(len(test_sets))]
-        foreign.write("data.eval", entries, "test_datasets")
+        held_out = [_entry(foreign, f"test_datasets.{index}", objective) for index in range(len(test_sets))]
+        foreign.write("data.eval", held_out, "test_datasets")
     foreign.carry("data.max_length", "sequence_len", default=512)
     if objective == "supervised":
         foreign.carry("data.packing", "sample_packing", default=False)
@@ -286,7 +300,18 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
         foreign.leave("sample_packing", "same", "a step's answers are packed, and do not see each other")
     excess = foreign.get("excess_length_strategy")
     origin = "excess_length_strategy" if excess else "axolotl's default"
-    foreign.write("data.truncation", _TRUNCATION.get(str(excess or "drop").lower(), "error"), origin)
+    truncation = _TRUNCATION.get(str(excess or "drop").lower(), "error")
+    formats = {entry.get("format") for entry in entries}
+    if key == "pretraining_dataset":
+        truncation, origin = ("split" if foreign.peek("sample_packing") else "right"), key
+        if truncation == "split":
+            foreign.leave(key, "differs", "pieces of a text overlap by 256 tokens there, and not here", "long texts")
+    elif formats == {"text"}:
+        truncation, origin = "split", "type: completion"
+    elif "text" in formats:
+        reason = f"a long text is cut into pieces there; here {truncation} holds for all rows"
+        foreign.leave(f"{key}.*.type", "differs", reason, "completion")
+    foreign.write("data.truncation", truncation, origin)
     if objective != "supervised":
         foreign.get("train_on_inputs")  # answers alone are supervised there too
     elif foreign.get("train_on_inputs") is True:
@@ -308,6 +333,14 @@ def _entry(foreign: ForeignConfig, entry_key: str, objective: Objective) -> dict
         if not is_usual and not {name, theirs} <= {*_REASONING}:
             key = f"{entry_key}.message_property_mappings.{name}"
             foreign.leave(key, "differs", "read by its own name alone", theirs)
+    places = (f"{entry_key}.message_{place}{part}" for place in _TURN_KEYS for part in ("role", "content"))
+    turn_keys = {str(foreign.peek(place)): place for place in places if foreign.peek(place) is not None}
+    has_turns = _FORMATS.get(str(foreign.peek(f"{entry_key}.type")).split(".")[0]) not in ("alpaca", "text")
+    if has_turns and not ({*turn_keys} <= {"role", "content"} or {*turn_keys} <= {"from", "value"}):
+        place = next((turn_keys[name] for name in turn_keys if name not in _TURN_NAMES), [*turn_keys.values()][-1])
+        foreign.refuse(place, "a turn is read by role and content, or by from and value; rename its keys in the data")
+    if foreign.peek(f"{entry_key}.conversation") == foreign.peek("chat_template"):
+        foreign.get(f"{entry_key}.conversation")
     # In a recipe all data sets share one template: the configuration's or the tokenizer's.
     template, shared_template = foreign.get(f"{entry_key}.chat_template"), foreign.peek("chat_template")
     if template not in (None, shared_template or "tokenizer_default"):
@@ -316,31 +349,34 @@ def _entry(foreign: ForeignConfig, entry_key: str, objective: Objective) -> dict
     if foreign.get(f"{entry_key}.chat_template_jinja") not in (None, foreign.peek("chat_template_jinja")):
         reason = "all data sets have one template: data.chat_template"
         foreign.leave(f"{entry_key}.chat_template_jinja", "differs", reason)
-    if foreign.get(f"{entry_key}.path") is None:
+    path, kind, files = (foreign.get(f"{entry_key}.{name}") for name in ("path", "ds_type", "data_files"))
+    if path is None and files is None:
         foreign.refuse(f"{entry_key}.path", "a data set needs a path")
-    kind, files = foreign.get(f"{entry_key}.ds_type"), foreign.get(f"{entry_key}.data_files")
     if foreign.get(f"{entry_key}.trust_remote_code"):
         foreign.leave(f"{entry_key}.trust_remote_code", "look", "code of data sets is never run")
     if objective == "supervised":
         layout, columns = _layout(foreign, entry_key)
     else:
         layout, columns = "auto", _answer_columns(foreign, entry_key, objective)
-    roles, renames = foreign.get(f"{entry_key}.roles"), {}
+    roles = foreign.get(f"{entry_key}.roles")
+    speakers = {"user": foreign.get(f"{entry_key}.field_human"), "assistant": foreign.get(f"{entry_key}.field_model")}
+    renames = {str(name): role for role, name in speakers.items() if name not in (None, *_KNOWN_ROLES["sharegpt"])}
     if isinstance(roles, dict):  # our role -> its names in the data set: a list, or a single one
         for role, names in roles.items():
             for name in names if isinstance(names, list) else [names]:
                 if name not in _KNOWN_ROLES.get(layout, ()):
                     renames[str(name)] = role
     return data_set_entry(
-        str(foreign.get(f"{entry_key}.path")),
+        str(path or ""),
         files=files,
         kind=kind,
         name=foreign.get(f"{entry_key}.name"),
-        split=foreign.get(f"{entry_key}.split"),
+        split=foreign.first(f"{entry_key}.split", f"{entry_key}.train_on_split")[1],
         revision=foreign.get(f"{entry_key}.revision"),
         format=layout,
         columns=columns,
         roles=renames,
+        drop=["duplicate"] if foreign.get("dataset_exact_deduplication") else None,
         chat_template_kwargs=foreign.get("chat_template_kwargs"),
     )
 
@@ -420,6 +456,7 @@ def _template(foreign: ForeignConfig, key: str) -> None:
     entry_keys = [f"{key}.{index}" for index in range(len(foreign.peek(key)))]
     kinds = {str(foreign.peek(f"{entry_key}.type")).split(".")[0] for entry_key in entry_keys}
     jinja, name = foreign.get("chat_template_jinja"), foreign.peek("chat_template")
+    conversation = next((f"{k}.conversation" for k in entry_keys if foreign.peek(f"{k}.conversation")), None)
     own = [kind for kind in ("chatml", "llama3") if kind in kinds]
     are_chats = kinds & {"chat_template", "sharegpt"}
     if own and foreign.peek("rl"):  # these strategies write a template's tokens themselves
@@ -444,6 +481,8 @@ def _template(foreign: ForeignConfig, key: str) -> None:
     elif name:
         has_tools = any(foreign.peek(f"{entry_key}.field_tools") for entry_key in entry_keys)
         carry_named_template(foreign, "chat_template", _TEMPLATE_NAMES, tools=has_tools)
+    elif conversation:  # of older versions
+        carry_named_template(foreign, conversation, _TEMPLATE_NAMES)
 
     if "alpaca" in kinds and are_chats:
         reason = "all rows follow one template here, the chats'; for Alpaca's headings train its rows by themselves"

@@ -2,11 +2,6 @@
 
 Every key with a value ends in one of two places: a line of the recipe, or the list of what was left out. A key that no
 converter reads gets its reason from its tool's table in recipe/other_tools/.
-
-A table's name is the tool whose configurations have the key (transformers: its TrainingArguments, which other tools
-take over; several: more than one tool; older: former versions only). `*` matches letters, digits and underscores. `.*`
-at the end matches everything below a section. The order of lines means nothing: if several lines match, the one with
-the most characters besides its stars decides.
 """
 
 from __future__ import annotations
@@ -16,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, cast, get_args
+from typing import Any, NoReturn, cast
 
 from finetune.errors import RecipeError
 from finetune.importers import LeftOut, Level
-from finetune.recipe.foreign_keys import ForeignKey, answers, foreign_keys
+from finetune.recipe.foreign_keys import answers, line_of
 from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Lora, Quantization, Recipe
 from finetune.recipe.sections.base import MOST
@@ -59,6 +54,14 @@ class ForeignConfig:
         if value in ("", [], {}):
             return None
         return value
+
+    def is_null(self, key: str) -> bool:
+        """Whether a key is given as null, which some tools tell from a key that is not given."""
+        return key in self.values and self.values[key] is None
+
+    def replace_nulls(self, **meanings: Any) -> None:
+        """Replace these keys' nulls by the value that means the same to the tool, whose default is another."""
+        self.values = {**self.values, **{key: value for key, value in meanings.items() if self.is_null(key)}}
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value at a dotted key, which counts as read from now on."""
@@ -197,34 +200,16 @@ def positive_or_none(value: Any) -> Any:
     return None
 
 
-def covers_key(known: ForeignKey, key: str) -> bool:
-    """Whether a dotted key is this one, or one that its stars cover."""
-    if "*" not in known.key:
-        return known.key == key
-    pattern = re.escape(known.key.removesuffix(".*")).replace(r"\*", r"\w*")
-    if known.key.endswith(".*"):
-        pattern += r"\..*"
-    return re.fullmatch(pattern, key) is not None
-
-
-@cache
-def known_keys() -> tuple[ForeignKey, ...]:
-    """The keys that an import leaves out, the most specific ones first."""
-    lines = [line for line in foreign_keys() if line.kind in get_args(Level)]
-    return tuple(sorted(lines, key=lambda known: -len(known.key.replace("*", ""))))
-
-
 def reason_for(key: str, value: object) -> tuple[Level, str]:
     """Why this key is left out. An unknown key counts as a change to the training, unless its value is false.
 
     A switch that is off changes nothing, even if the key would change the training. Inside a section false is a value.
     """
-    for known in known_keys():
-        if covers_key(known, key):
-            is_off = (value is False and "." not in key) or (value == 0 and key in _NONE_AT_0)
-            if is_off and known.kind == "differs":
-                return "same", "is off there too"
-            return cast(Level, known.kind), known.text
+    if known := line_of(key):
+        is_off = (value is False and "." not in key) or (value == 0 and key in _NONE_AT_0)
+        if is_off and known.kind == "differs":
+            return "same", "is off there too"
+        return cast(Level, known.kind), known.text
     if answer := answers("instead").get(key):
         return "look", answer.removesuffix("; remove the key")
     return "look" if value is False else "differs", UNKNOWN

@@ -9,7 +9,6 @@ from finetune.importers.shared import (
     carry_batch_size,
     carry_checkpointing,
     carry_hub,
-    carry_interval,
     carry_optimizer,
     carry_scheduler,
     carry_strategy,
@@ -58,9 +57,9 @@ def carry_training(foreign: ForeignConfig, *, learning_rate: float, recompute: b
     foreign.carry("training.seed", "seed", default=TRAINER_DEFAULTS["seed"])
 
     foreign.carry("logging_steps", "logging_steps", change=as_count)
-    carry_interval(foreign, "eval_steps", "eval_steps")
+    foreign.carry("eval_steps", "eval_steps", change=as_count)
     if str(foreign.get("save_strategy", "steps")) == "steps":
-        carry_interval(foreign, "save_steps", "save_steps")
+        foreign.carry("save_steps", "save_steps", change=as_count)
         if foreign.peek("save_steps") is None:
             foreign.default("save_steps", TRAINER_DEFAULTS["save_steps"])
     else:

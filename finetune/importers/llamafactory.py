@@ -51,6 +51,7 @@ _KNOWN_ROLES = {
 def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
     stage = foreign.get("stage", "sft")
+    foreign.replace_nulls(max_grad_norm=0.0)
     foreign.carry("model.name_or_path", "model_name_or_path")
     foreign.carry("model.revision", "model_revision")
     carry_remote_code(foreign)
@@ -200,7 +201,11 @@ def _data(foreign: ForeignConfig, objective: Objective, *, pretraining: bool) ->
         reason = "documents in one row do not see each other here, as with neat_packing"
         foreign.leave("packing", "differs", reason, True)
 
-    foreign.write("data.truncation", "right", "LLaMA-Factory's, which shortens question and answer of a chat in turn")
+    if pretraining and is_packed:
+        foreign.write("data.truncation", "split", "LLaMA-Factory joins texts and cuts them")
+    else:
+        reason = "LLaMA-Factory's, which shortens question and answer of a chat in turn"
+        foreign.write("data.truncation", "right", reason)
     if objective != "supervised":
         foreign.leave_unused("train_on_prompt", "answers alone are supervised")
         foreign.leave_unused("mask_history", "answers alone are supervised")
@@ -289,8 +294,12 @@ def _data_set(
         roles = {str(tags[tag]): role for tag, role in _ROLE_OF_TAG.items() if tags.get(tag) is not None}
         more["format"] = layout
         more["roles"] = {name: role for name, role in roles.items() if _KNOWN_ROLES[layout].get(name) != role}
-        if not {tags.get("role_tag"), tags.get("content_tag")} <= {None, "from", "value", "role", "content"}:
-            foreign.leave(place, "differs", "turns are read by from and value, or role and content", dict(tags))
+        turn_keys = (tags.get("role_tag") or "from", tags.get("content_tag") or "value")
+        if turn_keys not in (("from", "value"), ("role", "content")):
+            remedy = "a turn is read by from and value, or by role and content; rename its keys in the data"
+            raise RecipeError(
+                [f"dataset_info.json: {place}: role_tag and content_tag are {shown(turn_keys)}; {remedy}"]
+            )
     if objective != "supervised":
         more["format"], roles = "auto", _KNOWN_ROLES["sharegpt"] | _KNOWN_ROLES["messages"]
         more["roles"] = {name: role for name, role in more.get("roles", {}).items() if roles.get(name) != role}

@@ -299,9 +299,13 @@ def fit_strategy(foreign: ForeignConfig) -> None:
 
 
 def data_set_entry(path: str, *, files: Any = None, kind: str | None = None, **more: Any) -> dict[str, Any]:
-    """One entry of data.train: a local file by its kind, else a data set of the Hub; None and defaults are omitted."""
+    """One entry of data.train: a local file by its kind, else a data set of the Hub; None and defaults are omitted.
+    Files alone need no path."""
     if kind is None and files is None:
         kind = _SUFFIXES.get(PurePosixPath(path).suffix)
+    if not path:
+        name = files[0] if isinstance(files, list) else files
+        path = kind or _SUFFIXES.get(PurePosixPath(str(name)).suffix, "json")
     entry: dict[str, Any] = {"path": path}
     if kind in ("json", "csv", "parquet") and path != kind:
         entry = {"path": kind, "data_files": files or path}
@@ -343,11 +347,6 @@ def carry_named_template(foreign: ForeignConfig, key: str, names: Mapping[str, s
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def carry_interval(foreign: ForeignConfig, recipe_key: str, key: str) -> None:
-    """eval_steps or save_steps: a number of steps, or below 1 a share of the run, in the tool as in a recipe."""
-    foreign.carry(recipe_key, key, change=as_count)
-
-
 def carry_best_model(foreign: ForeignConfig) -> None:
     """training.load_best_model_at_end and its metric, here a held-out loss. Call it after data.eval and the steps."""
     metric, wanted = foreign.get("metric_for_best_model"), foreign.get("load_best_model_at_end")
@@ -379,9 +378,6 @@ _TRACKER_VARIABLES = {
     "wandb_run_id": ("wandb", "WANDB_RUN_ID"),
     "run_name": ("wandb", "WANDB_NAME"),
     "mlflow_tracking_uri": ("mlflow", "MLFLOW_TRACKING_URI"),
-    "metric_logger.project": ("wandb", "WANDB_PROJECT"),
-    "metric_logger.entity": ("wandb", "WANDB_ENTITY"),
-    "metric_logger.mode": ("wandb", "WANDB_MODE"),
 }
 
 

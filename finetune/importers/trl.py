@@ -59,6 +59,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def convert(foreign: ForeignConfig) -> None:
     """Convert every section; keys that are not read are listed as left out. Raises RecipeError."""
+    foreign.replace_nulls(gradient_checkpointing=False, max_grad_norm=0.0, disable_dropout=False)
     objective = _objective(foreign)
     _say_trainer(foreign, objective)
     if foreign.peek("loss_type") in ("nll", "chunked_nll"):  # two names for the next token's cross-entropy
@@ -222,15 +223,16 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
     foreign.write("data.train", entries, "data sets")
     if (foreign.peek("eval_strategy") or foreign.peek("evaluation_strategy") or "no") != "no":
         _held_out(foreign)
-    lengths = ("max_length", "max_seq_length", "model_max_length", "block_size")
+    lengths = ("max_seq_length", "max_length", "model_max_length", "block_size")
     foreign.carry("data.max_length", *lengths, default=TRL_DEFAULTS["max_length"])
+    foreign.write("data.truncation", "right", "truncation_mode" if foreign.get("truncation_mode") else "TRL's default")
+    if foreign.peek("truncation_mode") == "keep_end":
+        foreign.leave("truncation_mode", "differs", "a row that is too long keeps its beginning")
+    if foreign.is_null("max_length"):
+        foreign.write("data.truncation", "error", "max_length")
+        foreign.leave("max_length", "look", "nothing is cut there; set data.max_length to your longest row")
     if objective != "supervised":
         # Answers are supervised after their prompt, and micro-batches are packed without a document seeing another.
-        foreign.write(
-            "data.truncation", "right", "truncation_mode" if foreign.get("truncation_mode") else "TRL's default"
-        )
-        if foreign.peek("truncation_mode") == "keep_end":
-            foreign.leave("truncation_mode", "differs", "a row that is too long keeps its beginning")
         _template(foreign)
         _look_after_end_of_turn(foreign)
         return
@@ -243,10 +245,8 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
         return
     is_packed = foreign.carry("data.packing", "packing", default=TRL_DEFAULTS["packing"])
     if is_packed and foreign.get("packing_strategy", "bfd") != "bfd":
-        foreign.leave("packing_strategy", "differs", "rows are filled with whole documents; none is split")
-    foreign.write("data.truncation", "right", "truncation_mode" if foreign.get("truncation_mode") else "TRL's default")
-    if foreign.peek("truncation_mode") == "keep_end":
-        foreign.leave("truncation_mode", "differs", "a row that is too long keeps its beginning")
+        reason = "rows are filled with whole documents; data.truncation: split cuts long ones, if all rows are texts"
+        foreign.leave("packing_strategy", "differs", reason)
 
     # TRL supervises chats and texts whole, and of a prompt with a completion the completion, unless a key says more.
     if foreign.get("assistant_only_loss"):

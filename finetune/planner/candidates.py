@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 
 import yaml
@@ -123,7 +123,7 @@ def _variant(
         training["learning_rate"] = usual_rate(wanted.weights, method, start.training.objective)
     return start.model_copy(
         update={
-            "budget": schema.Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory / 1e9, nodes=gpus.nodes),
+            "budget": schema.Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory // 10**8 / 10, nodes=gpus.nodes),
             "accelerate_config": strategy,
             "quantization": quantization,
             "lora": None if method == "full" else lora,
@@ -210,11 +210,12 @@ def variant_in_words(recipe: Recipe) -> str:
     )
 
 
-def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
+def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0, start: str = "") -> str:
     """A recipe's file, with a reason for each choice.
 
     Args:
         host: Rank 0's bytes in host memory, at most.
+        start: The text of the recipe that it was picked for. Its header stays.
     """
     training, budget = recipe.training, recipe.budget
     ranks = gpus.count * gpus.nodes
@@ -241,6 +242,8 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
         f"accelerate_config: {recipe.accelerate_config}  # {_WHY[recipe.accelerate_config]}",
         *_yaml_lines({"model": recipe.model.model_dump(mode="json", exclude_defaults=True)}),
     ]
+    if header := list(takewhile(lambda line: line.startswith("#"), start.splitlines())):
+        lines[3:3] = ["# Its recipe began:", *header]
     if recipe.accelerate_config == "fsdp2_offload":
         lines.insert(3, f"# In host memory: up to {host / 2**30:.0f} GiB of the first process, planned too.")
     if recipe.quantization:
@@ -254,9 +257,9 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
     elif recipe.lora == schema.Lora():
         lines.append("lora: {r: 16, lora_alpha: 32, target_modules: all-linear}")
     else:
-        lines += _yaml_lines({"lora": recipe.lora.model_dump(mode="json", exclude_unset=True)})
+        lines += _yaml_lines({"lora": recipe.lora.model_dump(mode="json", exclude_defaults=True)})
     if recipe.data.train != [CHATS]:  # a user's own: all settings stay
-        kept = recipe.model_dump(mode="json", exclude_unset=True)
+        kept = recipe.model_dump(mode="json", exclude_defaults=True)
         for written in ("budget", "accelerate_config", "model", "quantization", "lora"):
             kept.pop(written, None)
         return "\n".join([*lines, *_yaml_lines(kept)]) + "\n"

@@ -308,11 +308,13 @@ def pick_in_words(
     gpus = parse_gpus(options.gpus, options.nodes)
     if gpus is None:
         raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
+    start = ""
     if words:
         overrides = list(words[1:])
         if model is not None:
             overrides.append(f"model.name_or_path={model}")
         loaded = load_recipe(Path(words[0]), overrides).formats_for(fastest_for(gpus.count))[0]
+        start = loaded.path.read_text("utf-8-sig")
         wanted = candidates.for_recipe(loaded.recipe)
     else:
         wanted = candidates.for_model(str(model))
@@ -328,7 +330,7 @@ def pick_in_words(
             recipe, planned = resolved, more
     if resolved == recipe:
         recipe = by_auto
-    text = candidates.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
+    text = candidates.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0), start)
     if file is not None:
         file.write_text(text, "utf-8")
     result = {"ok": True, "needed_bytes": planned.needed, "gpu_bytes": gpus.memory, "recipe": text}

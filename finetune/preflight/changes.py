@@ -148,9 +148,9 @@ def _model(recipe: Recipe, model: Shrunk) -> Iterator[RecipeChange]:
         f"model: {small['layers']} layers of {small['hidden_size']} with random weights instead of {full['layers']} of "
         f"{full['hidden_size']} ({model.source})",
     )
-    yield RecipeChange(
-        {}, f"tokenizer: {model.vocabulary} tokens learned from the rows, a ChatML template, instead of the model's own"
-    )
+    template = "" if recipe.data.chat_template else ", a ChatML template,"
+    tokens = f"{model.vocabulary} tokens learned from the rows{template}"
+    yield RecipeChange({}, f"tokenizer: {tokens} instead of the model's own")
     if recipe.model.adapter is not None:
         note = f"model.adapter: new adapters instead of {recipe.model.adapter}, which fits the real model alone"
         settings: dict[str, Any] = {"model.adapter": None}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -17,6 +18,7 @@ from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch
 from finetune.model.known_configs import decoder_config
 from finetune.recipe.schema import Data
+from finetune.tokens.chat_template import read_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -40,6 +42,8 @@ CHAT_TEMPLATE = (
     "{{- '<|im_end|>\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
+# Ends and beginnings of turns in a recipe's own chat template, which are special tokens of the real tokenizer.
+_MARK = re.compile(r"<[|｜][^|｜<>\s'\"]+[|｜]>|<(?:start|end)_of_turn>|</?s>")
 # Texts for the tokenizer when the rows are not on this machine.
 BUILT_IN = (
     "Question: which river runs past the old mill? Answer: the one that turns its wheel.",
@@ -85,7 +89,9 @@ def shrink_model(
     end_tokens = END_TOKENS
     if tokenizer is None:
         texts = (remove_tokens(new_tokens, text) for text in sample_texts(data))
-        tokenizer = train_tokenizer(texts, template_variables(data))
+        marks = _MARK.findall(read_source(data.chat_template)) if data.chat_template else []
+        marks = [mark for mark in marks if mark not in new_tokens]
+        tokenizer = train_tokenizer(texts, template_variables(data), marks)
     else:
         ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         end_tokens = {name: token for name, token in ends.items() if token is not None}
@@ -144,11 +150,14 @@ def template_variables(data: Data) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def train_tokenizer(texts: Iterable[str], variables: Iterable[str] = ()) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], variables: Iterable[str] = (), marks: Iterable[str] = ()
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE with at most 1,024 tokens and a template like ChatML; pad and eos differ.
 
     Args:
         variables: Names that the template mentions and does not use, because the model's own template has them.
+        marks: Further special tokens.
     """
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -162,7 +171,7 @@ def train_tokenizer(texts: Iterable[str], variables: Iterable[str] = ()) -> PreT
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=list(dict.fromkeys([*SPECIAL_TOKENS, *marks])),
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )

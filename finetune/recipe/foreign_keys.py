@@ -1,12 +1,18 @@
 """Other tools' names for a recipe's settings: axolotl, LLaMA-Factory, TRL, transformers' Trainer, torchtune, unsloth.
 
 A foreign key gets an error with our key. If it has no counterpart, the answer says what to use instead.
+
+A table's name is the tool whose configurations have the key (transformers: its TrainingArguments, which other tools
+take over; several: more than one tool; older: former versions only). `*` matches letters, digits and underscores. `.*`
+at the end matches a section and everything below. The order of lines means nothing: if several lines match, the one
+with the most characters besides its stars decides.
 """
 
 from __future__ import annotations
 
 import csv
 import pathlib
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -52,6 +58,28 @@ def foreign_keys() -> tuple[ForeignKey, ...]:
     return tuple(lines)
 
 
+def covers_key(known: ForeignKey, key: str) -> bool:
+    """Whether a dotted key is this one, or one that its stars cover."""
+    if "*" not in known.key:
+        return known.key == key
+    pattern = re.escape(known.key.removesuffix(".*")).replace(r"\*", r"\w*")
+    if known.key.endswith(".*"):
+        pattern += r"(\..*)?"
+    return re.fullmatch(pattern, key) is not None
+
+
+@cache
+def known_keys() -> tuple[ForeignKey, ...]:
+    """The keys that an import leaves out, the most specific ones first."""
+    lines = [line for line in foreign_keys() if line.kind not in ("ours", "instead", "refused")]
+    return tuple(sorted(lines, key=lambda known: -len(known.key.replace("*", ""))))
+
+
+def line_of(key: str) -> ForeignKey | None:
+    """The line that says why an import leaves this key out."""
+    return next((known for known in known_keys() if covers_key(known, key)), None)
+
+
 @cache
 def answers(kind: str, tool: str | None = None) -> dict[str, str]:
     """Key -> text of one kind, of one tool or of all."""
@@ -73,6 +101,7 @@ def key_for(key: str) -> str:
 def owner_of(key: str) -> str:
     """Whose key it is, for a message."""
     is_trainers = key in {**answers("ours", "transformers"), **answers("instead", "transformers")}
+    is_trainers |= (line := line_of(key)) is not None and line.tool == "transformers"
     return "Hugging Face's own name" if is_trainers else "another tool's key"
 
 
@@ -136,28 +165,34 @@ _NO_TRAINING = (None, False, "", "sft", "pt", "dpo", "ipo", "kto", "simpo")
 
 def other_training(tool: Tool, values: Mapping[str, Any]) -> tuple[str, str] | None:
     """The key that asks for another kind of training, and that kind; None for one that a recipe offers."""
-    is_simpo = "simpo" in str(values.get("loss_type"))  # that TRL's trainer may limit the answer's length for
+    stage, loss_types = values.get("stage"), values.get("loss_type")
+    if not isinstance(loss_types, list):
+        loss_types = [loss_types]
+    names = {name for name in loss_types if isinstance(name, str)} if tool == "trl" else set()
+    # Trainers on preferences limit an answer's length by this key, too.
+    is_preferences = names - _REWARD_LOSSES or _OF_PREFERENCES & {*values}
     for key, training in answers("refused", tool).items():
-        if key == "max_completion_length" and is_simpo:
+        if key == "max_completion_length" and is_preferences:
             continue
         if values.get(key) not in (*_NO_TRAINING, [], {}):
             return key, training
-    stage, loss_types = values.get("stage"), values.get("loss_type")
     if tool == "llamafactory" and stage not in _NO_TRAINING:
         return "stage", {"rm": "a reward model's training", "ppo": _REWARDS}.get(
             str(stage), "its own kind of preference training"
         )
     if tool == "llamafactory" and stage == "dpo" and values.get("pref_loss") in ("hinge", "orpo"):
         return "pref_loss", _LOSS
-    if not isinstance(loss_types, list):
-        loss_types = [loss_types]
-    names = {name for name in loss_types if isinstance(name, str)} if tool == "trl" else set()
     for known, training in ((_REWARD_LOSSES, _REWARDS), (_OTHER_LOSSES, _LOSS)):
         if names & known:
             return "loss_type", training
     return None
 
 
+# TRL's keys that trainers on preferences have, and none by rewards.
+_OF_PREFERENCES = frozenset(
+    "max_length label_smoothing truncation_mode precompute_ref_log_probs generate_during_eval loss_weights rpo_alpha "
+    "f_divergence_type ld_alpha use_weighting desirable_weight undesirable_weight cpo_alpha gamma_beta_ratio".split()
+)
 # TRL's names for losses that are not offered.
 _REWARD_LOSSES = frozenset("grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split())
 _OTHER_LOSSES = frozenset(
@@ -166,8 +201,18 @@ _OTHER_LOSSES = frozenset(
 )
 
 
+# Files for a merge or for inference have none of these.
+_OF_TRAINING = frozenset(
+    "datasets dataset dataset_name dataset_mixer dataset_mixture train_file pretraining_dataset do_train max_steps "
+    "learning_rate num_epochs num_train_epochs micro_batch_size per_device_train_batch_size".split()
+)
+
+
 def refuse_other_training(file: pathlib.Path, tool: Tool, values: Mapping[str, Any]) -> None:
     """Raise RecipeError if a configuration asks for a kind of training that no recipe offers."""
+    if not _OF_TRAINING & {key for key, value in values.items() if value}:
+        reason = "it names no data set and no setting of a training; import the file of the training"
+        raise RecipeError([f"{file}: is no training's configuration: {reason}"])
     found = other_training(tool, values)
     if found is None:
         return

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from finetune.errors import Mistake
-from finetune.recipe.foreign_keys import answer_for, key_for, other_word_for, owner_of
+from finetune.recipe.foreign_keys import answer_for, covers_key, key_for, line_of, other_word_for, owner_of
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.yaml_text import Path, dotted, number_trap, plain_scalar, shown
 from finetune.wording import in_digits
@@ -144,9 +144,14 @@ def unknown_key(path: Path) -> Mistake:
         ours = key_for(name)
         write = (ours,) if ours else ()
         return Mistake("foreign", path, f"is {owner_of(name)}; {answer}", at_key=True, write=write)
+    names = [*known, *(str(p[-1]) for p in everywhere)]
+    # A line that covers a key of ours, as save_* covers save_steps, would hide misspelt ones.
+    line = line_of(name)
+    if line and not any(covers_key(line, ours) for ours in names):
+        return Mistake("foreign", path, f"is {owner_of(name)}; {line.text}; remove the key", at_key=True)
     # A misspelt key of this section, or of another one.
     close = [dotted((*section, near)) for near in difflib.get_close_matches(name, known, 1, 0.55)]
-    if not close and (far := difflib.get_close_matches(name, [str(p[-1]) for p in everywhere], 1, 0.75)):
+    if not close and (far := difflib.get_close_matches(name, names, 1, 0.75)):
         close = [next(dotted(p) for p in everywhere if p[-1] == far[0])]
     if close:
         return Mistake("unknown", path, f"is unknown; did you mean {close[0]}?", at_key=True, write=(close[0],))

@@ -69,7 +69,7 @@ def notes_before_launch(
     ranks = strategy.data_rank_count(ranks or strategy.rank_count(max(1, budget.gpus * budget.nodes)))
     plan = plan_batches(recipe, counts.rows, world_size=ranks, rank=0, flat=True)
     notes = batch_notes(recipe, prepared, plan) if prepared else size_notes(recipe, counts, plan)
-    notes += () if lengths_known else too_long(recipe, counts)
+    notes += () if lengths_known and recipe.data.truncation == "error" else too_long(recipe, counts)
     return {
         "rows": counts.rows,
         "tokens": counts.tokens,
@@ -192,8 +192,12 @@ def router_left_out(recipe: Recipe) -> Iterator[str]:
 
 
 def too_long(recipe: Recipe, counts: RowCounts) -> Iterator[str]:
-    """A line for documents longer than data.max_length by estimate. Training refuses these by default."""
-    if counts.too_long is None or recipe.data.truncation != "error":
+    """A line for documents longer than data.max_length by estimate that training refuses, or leaves out."""
+    outcome = {
+        "error": "refuses them: raise it, or set data.truncation=right or drop",
+        "drop": "leaves them out: raise it",
+    }
+    if counts.too_long is None or recipe.data.truncation not in outcome:
         return
     longer, every, longest = counts.too_long
     noun = "document" if recipe.data.unit == "documents" else recipe.data.row_noun
@@ -203,7 +207,7 @@ def too_long(recipe: Recipe, counts: RowCounts) -> Iterator[str]:
         are = f"about {longer:,} of {counted(every, noun)} {has} an answer that with its prompt is longer than"
     yield (
         f"data.max_length: {are} {recipe.data.max_length:,} tokens by the estimate, the longest about "
-        f"{_three_figures(longest):,}; training refuses them: raise it, or set data.truncation=right or drop"
+        f"{_three_figures(longest):,}; training {outcome[recipe.data.truncation]}"
     )
 
 

@@ -333,3 +333,100 @@ def test_others_code_is_named_and_not_carried(tmp_path: Path) -> None:
     assert levels(result)["trust_remote_code"] == "look"
     result = imported(tmp_path, RUN_CLM | {"report_to": "wandb", "run_name": "one"})
     assert "set it in the environment: WANDB_NAME=one" in result.text
+
+
+PAIRS = {"rl": "dpo", "datasets": [{"path": "p.jsonl", "type": "chat_template.default"}]}
+BOOK = {"path": "b.jsonl", "type": "completion"}
+TEXTS = {"pretraining_dataset": [{"path": "c/d"}], "datasets": None}
+SHAREGPT = {"path": "c/d", "type": "sharegpt"}
+TRUE_LINEAR = AXOLOTL_LORA_8B | {"lora_target_linear": True}
+TRL_DPO = TRL_SHORT | {"loss_type": "sigmoid", "use_peft": True}
+ENTRY = {"path": "a/b", "format": "messages", "drop": ["duplicate"]}
+LONG, KIND, ROWS = "data.truncation", "datasets.*.type", "data.train"
+
+
+@pytest.mark.parametrize(
+    ("values", "carried", "told"),
+    [
+        (AXOLOTL_LORA_8B | PAIRS | {"dpo_beta": 0.7}, {"dpo.beta": 0.7}, {"dpo_beta": None}),
+        (AXOLOTL_LORA_8B | PAIRS | {"dpo_beta": 0.7, "rl_beta": 0.3}, {"dpo.beta": 0.3}, {"dpo_beta": "look"}),
+        (AXOLOTL_LORA_8B | {"model_revision": "v2"}, {"model.revision": "v2"}, {"model_revision": None}),
+        # Texts that the tool cuts into pieces.
+        (AXOLOTL_LORA_8B | {"datasets": [BOOK]}, {LONG: "split"}, {KIND: None}),
+        (AXOLOTL_LORA_8B | {"datasets": [BOOK, *CHATS["datasets"]]}, {LONG: "drop"}, {KIND: "differs"}),
+        (AXOLOTL_LORA_8B | TEXTS | {"sample_packing": True}, {LONG: "split"}, {"pretraining_dataset": "differs"}),
+        (AXOLOTL_LORA_8B | TEXTS | {"sample_packing": False}, {LONG: "right"}, {"pretraining_dataset": None}),
+        (FACTORY_LLAMA | {"stage": "pt"}, {LONG: "split"}, {}),
+        (FACTORY_LLAMA | {"stage": "pt", "packing": False}, {LONG: "right"}, {}),
+        # Nulls with a meaning.
+        (BARE_AXOLOTL | CHATS | {"bf16": None}, {"training.mixed_precision": "no", "model.dtype": "float32"}, {}),
+        (FACTORY_LLAMA | {"max_grad_norm": None}, {"training.max_grad_norm": None}, {}),
+        (TRL_SHORT | {"gradient_checkpointing": None}, {"training.activation_checkpointing": False}, {}),
+        (TRL_DPO | {"disable_dropout": None}, {"lora.lora_dropout": 0.05}, {}),
+        (TRL_DPO | {"max_length": None}, {LONG: "error"}, {"max_length": "look"}),
+        (TRL_SHORT | {"max_length": None}, {LONG: "error"}, {"max_length": "look"}),
+        # Layers that all-linear leaves out.
+        (TRUE_LINEAR | {"lora_target_modules": ["embed_tokens", "q_proj"]}, {}, {"lora_target_modules": "differs"}),
+        (TRUE_LINEAR | {"lora_target_modules": "lm_head"}, {}, {"lora_target_modules": "differs"}),
+        (TRUE_LINEAR | {"lora_target_modules": ["q_proj", "gate"]}, {}, {"lora_target_modules": "same"}),
+        # Former spellings.
+        (AXOLOTL_LORA_8B | {"datasets": [{"ds_type": "json", "data_files": ["x"], "type": "completion"}]},
+         {ROWS: [{"path": "json", "data_files": ["x"], "format": "text"}]}, {}),
+        (AXOLOTL_LORA_8B | {"datasets": [{"data_files": "x.csv", "type": "completion"}]},
+         {ROWS: [{"path": "csv", "data_files": "x.csv", "format": "text"}]}, {}),
+        (AXOLOTL_LORA_8B | {"datasets": [SHAREGPT | {"train_on_split": "dev", "conversation": "chatml"}]},
+         {ROWS: [{"path": "c/d", "split": "dev", "format": "sharegpt"}], "data.chat_template": TEMPLATES["chatml"]},
+         {"datasets.0.conversation": None}),
+        (AXOLOTL_LORA_8B | {"chat_template": "llama3", "datasets": [SHAREGPT | {"conversation": "chatml"}]},
+         {"data.chat_template": TEMPLATES["llama3"]}, {"datasets.0.conversation": "look"}),
+        (AXOLOTL_LORA_8B | {"datasets": [SHAREGPT | {"field_human": "asker", "field_model": "gpt"}]},
+         {ROWS: [{"path": "c/d", "format": "sharegpt", "roles": {"asker": "user"}}]}, {"datasets.0.field_model": None}),
+        # A template of the data sets: the recipe's, if all have it.
+        (AXOLOTL_LORA_8B | {"datasets": 2 * [DIALOGUES | {"chat_template": "llama3"}]},
+         {"data.chat_template": TEMPLATES["llama3"]}, {"datasets.0.chat_template": None}),
+        (AXOLOTL_LORA_8B | {"datasets": [DIALOGUES, DIALOGUES | {"chat_template": "llama3"}]},
+         {"data.chat_template": "absent"}, {"datasets.1.chat_template": "differs"}),
+        (TRL_SHORT | {"max_seq_length": 4096, "max_length": 1024}, {"data.max_length": 4096}, {"max_length": "look"}),
+        (FACTORY_LLAMA | {"max_length": 512, "top_p": 0.7}, {"data.max_length": 2048},
+         {"max_length": "look", "top_p": "same"}),
+        (AXOLOTL_LORA_8B | {"optim_args": {"eps": 1e-6}}, {}, {"optim_args.eps": "look"}),
+        (FACTORY_LLAMA | {"new_special_tokens": "<a>"}, {}, {"new_special_tokens": "differs"}),
+        (TRL_DPO | {"max_completion_length": 256}, {"training.objective": "dpo"}, {"max_completion_length": "differs"}),
+        # One more step of theirs.
+        (AXOLOTL_LORA_8B | {"activation_offloading": "hidden_states", "gradient_checkpointing": None},
+         {"training.activation_checkpointing": True}, {}),
+        (AXOLOTL_LORA_8B | CHATS | {"dataset_exact_deduplication": True}, {ROWS: [ENTRY]}, {KIND: None}),
+        (AXOLOTL_LORA_8B | {"datasets": 2 * CHATS["datasets"], "dataset_exact_deduplication": True},
+         {ROWS: [ENTRY, ENTRY]}, {"dataset_exact_deduplication": "look"}),
+        (AXOLOTL_LORA_8B | {"loss_watchdog_threshold": 5.0}, {}, {"loss_watchdog_threshold": "look"}),
+    ],
+)  # fmt: skip
+def test_keys_that_the_tool_reads_in_its_own_way(values: Values, carried: Values, told: Values, tmp_path: Path) -> None:
+    result = imported(tmp_path, values)
+    assert {key: result.carried.get(key, ("absent", ""))[0] for key in carried} == carried
+    assert {key: levels(result).get(key) for key in told} == told
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "key"),
+    [
+        ("chat_template", {"message_property_mappings": {"role": "speaker", "content": "content"}},
+         "message_property_mappings.role: is speaker"),
+        ("chat_template", {"message_field_content": "text"}, "message_field_content: is text"),
+        ("sharegpt", {"message_property_mappings": {"role": "from", "content": "content"}},
+         "message_property_mappings.content: is content"),
+        ("alpaca", {"message_field_content": "text"}, None),
+    ],
+)  # fmt: skip
+def test_keys_of_a_turn_that_no_row_is_read_by(kind: str, names: Values, key: str | None, tmp_path: Path) -> None:
+    values = AXOLOTL_LORA_8B | {"datasets": [{"path": "a/b", "type": kind, **names}]}
+    if key is None:
+        imported(tmp_path, values)
+        return
+    with pytest.raises(RecipeError, match=rf"datasets\.0\.{key}; a turn is read by role and content"):
+        imported(tmp_path, values)
+
+
+def test_tags_of_a_turn_that_no_row_is_read_by(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"mine: role_tag and content_tag are .*; a turn is read by from and value"):
+        entry_of(tmp_path, {"file_name": "m.json", "formatting": "sharegpt", "tags": {"role_tag": "speaker"}})

@@ -85,6 +85,13 @@ def test_the_budget_chooses_the_flavour(
     assert f" --flavor {flavour} --timeout 8h --secrets HF_TOKEN \\\n" in capsys.readouterr().out
 
 
+def test_wandbs_variables_go_along(capsys: pytest.CaptureFixture[str]) -> None:
+    for tracked in ([], ["report_to=[wandb]"]):
+        assert main(["launch", "llama3_ddp", *IMAGE, "--timeout", "90m", *PUSHED, *tracked]) == 0
+        script = capsys.readouterr().out
+        assert ("  --secrets WANDB_API_KEY --env WANDB_PROJECT \\\n" in script) == bool(tracked)
+
+
 @pytest.mark.thorough
 @only_newer_clients
 def test_the_client_would_submit_it(tmp_path: Path) -> None:

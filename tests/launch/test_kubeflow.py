@@ -106,6 +106,22 @@ def test_kubeflows_models_read_the_file(
     assert re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", found["TrainJob"]["metadata"]["name"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "secrets"),
+    [
+        ([], None),
+        (["report_to=[wandb]"], ["wandb"]),
+        (["report_to=[wandb]", "run.storage=s3://bucket/run"], ["storage", "wandb"]),
+    ],
+)
+def test_secrets_of_trackers_and_storage(
+    overrides: list[str], secrets: list[str] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (container,) = pod_of(documents(["llama3_ddp", *IMAGE, *overrides], capsys))["containers"]
+    wanted = [{"secretRef": {"name": name, "optional": True}} for name in secrets or []]
+    assert container.get("envFrom") == (wanted or None)
+
+
 PLANTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "TrainJob.spec.trainer.numProcsPerNode": lambda found: found["TrainJob"]["spec"]["trainer"].update(
         numProcsPerNode=2

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from finetune.errors import DoesNotFit
 from finetune.model.known_configs import full_config
@@ -88,6 +89,19 @@ def test_a_pick_of_a_preference_recipe(name: str, tmp_path: Path) -> None:
     counted = "judged answer" if mine.training.objective == "kto" else "pair"
     tokens *= 1 if mine.training.objective == "kto" else 2
     assert f", {rows} {counted}{'s' * (rows > 1)} x {tokens:,} tokens, " in variant_in_words(picked)
+
+
+def test_a_picked_recipe_keeps_its_header_and_no_defaults() -> None:
+    mine, gpus = load_recipe(RECIPES / "llama3_8b_lora_1x24gb.yaml").recipe, parse_gpus("H100")
+    assert gpus is not None
+    picked = next(candidates(for_recipe(mine.model_validate(mine.model_dump())), gpus))  # each key is set
+    text = commented(picked, 1, gpus, start="# Made by a tool.\n# Left out: x\nmodel: {}\n# later\n")
+    assert text.splitlines()[3:6] == ["# Its recipe began:", "# Made by a tool.", "# Left out: x"]
+    assert "# later" not in text
+    assert "budget: {gpus: 1, gpu_memory_gb: 84.6, nodes: 1}\n" in text
+    assert picked.budget.gpu_memory_gb * 1e9 <= gpus.memory
+    assert not {"timeout_seconds", "hub", "kto", "samples"} & yaml.safe_load(text).keys()
+    assert "# Its recipe began" not in commented(picked, 1, gpus, start="model: {}\n")
 
 
 def test_adapters_as_a_remedy_have_a_rate_of_preferences() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.data.rows import RowReader
 from finetune.data.sources import resolve
@@ -50,6 +50,37 @@ def test_variables_of_preference_rows_are_taken_too(layout: str, tmp_path: Path)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     entry = {"path": "json", "data_files": str(tmp_path / "rows.jsonl"), "format": layout}
     assert template_variables(Data.model_validate({"train": [entry]})) == ["effort"]
+
+
+@pytest.mark.parametrize(
+    ("turn", "end", "added"),
+    [
+        ("<|start_header_id|>{{ m.role }}<|end_header_id|>{{ m.content }}<|eot_id|>", "<|eot_id|>", ()),
+        ("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n", "<end_of_turn>", ()),
+        ("{{ '<｜' + m.role + '｜>' + m.content }}<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", ()),
+        ("{{ m.role }}: {{ m.content }}</s>", "</s>", ()),
+        ("{{ m.role }}: {{ m.content }}<|new|>", None, ("<|new|>",)),
+    ],
+)
+def test_ends_of_turns_in_the_recipes_own_template(
+    turn: str, end: str | None, added: tuple[str, ...], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """A token that the recipe adds stays unknown until the training adds it."""
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    (file := tmp_path / "chat.jinja").write_text(f"{{% for m in messages %}}{turn}{{% endfor %}}", "utf-8")
+    entry = {"path": "json", "data_files": str(tmp_path / "rows.jsonl")}
+    data = Data.model_validate({"train": [entry], "chat_template": str(file)})
+    tokenizer = AutoTokenizer.from_pretrained(shrink_model(str(tiny_llama), "main", data, tmp_path, added).folder)
+    (row,) = (line.read for line in RowReader(resolve(data.train[0])).rows())
+    assert row is not None
+    if end is None:
+        with pytest.raises(RowError, match="writes no end-of-turn token"):
+            Encoder(tokenizer, data).script(row)
+        return
+    script = Encoder(tokenizer, data).script(row)
+    assert script.text[slice(*script.supervised[0])].endswith(f"So.{end}")
+    assert len(tokenizer(end, add_special_tokens=False).input_ids) == 1
 
 
 def chats(folder: Path) -> Data:

@@ -110,6 +110,11 @@ def test_each_answer_of_a_pair_is_compared_by_itself(tmp_path: Path, tiny_llama:
     dropped = load_recipe(path, ["data.truncation=drop"]).recipe
     actual, counts = prepare(dropped, load_tokenizer(dropped)), estimated(dropped)
     assert counts.rows == len(actual.train) == 80
+    for lengths_known in (False, True):
+        (line,) = (
+            note for note in notes_before_launch(dropped, lengths_known=lengths_known)["notes"] if "20 of" in note
+        )
+        assert line.endswith("; training leaves them out: raise it")
     assert counts.tokens == pytest.approx(actual.train.lengths.sum(), rel=0.06)
 
 

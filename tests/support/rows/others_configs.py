@@ -240,7 +240,8 @@ EXAMPLES: dict[str, Example] = {
         differs=frozenset({"fp8", "fp8_enable_fsdp_float8_all_gather"}), look=INPUT,
     ),
     "axolotl lora-1b-kernels": Example(
-        "axolotl", AXOLOTL_1B, "80GB", {"lora.target_modules": SEVEN, "lora.lora_dropout": ABSENT}, look=INPUT
+        "axolotl", AXOLOTL_1B, "80GB", {"lora.target_modules": SEVEN, "lora.lora_dropout": ABSENT},
+        look=INPUT | {"loss_watchdog_threshold"},
     ),
     "LLaMA-Factory llama3_lora_sft": Example(
         "llamafactory", FACTORY_LLAMA, "80GB",
