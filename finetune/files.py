@@ -331,7 +331,7 @@ def lock(path: Path, *, wait_seconds: float) -> int:
         BlockingIOError: another living process still holds it after `wait_seconds` (a run that was asked to stop saves
             first, and its launcher may have returned to the prompt before).
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     deadline = time.monotonic() + wait_seconds
     while True:
         try:

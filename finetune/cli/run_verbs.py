@@ -30,6 +30,8 @@ OnServer = Annotated[
 OnServerTuned = Annotated[
     str | None, typer.Option("--model", help="The tuned model's name there; the only one.", show_default=False)
 ]
+AskedColumns = Annotated[str | None, typer.Option(help="Columns of --data, as for init.", show_default=False)]
+ScorerSeconds = Annotated[float, typer.Option(help="Time of your own scorer for one answer.")]
 OnServerBase = Annotated[
     str | None, typer.Option("--base-model", help="The base's name there; none.", show_default=False)
 ]
@@ -210,10 +212,12 @@ def evaluate(
     scorer: Annotated[
         str | None, typer.Option(help="Your own metric: FILE.py:FUNCTION(answer, reference, row).", show_default=False)
     ] = None,
+    scorer_seconds: ScorerSeconds = 10.0,
     data: Annotated[
         Path | None,
         typer.Option(parser=user_path, help="Rows to answer; the held-out ones.", show_default=False),
     ] = None,
+    columns: AskedColumns = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Length of an answer in tokens; by the references.", show_default=False)
     ] = None,
@@ -250,9 +254,17 @@ def evaluate(
         resolved = require_run_folder(run)  # before torch is imported
         alone = "--tasks" if tasks is not None else "--endpoint" if endpoint is not None else None
         launch = launch_of_ranks(processes, alone, lambda: recipe_from_resolved(resolved))
+        entry, base = None, recipe_from_resolved(resolved).model.name_or_path
+        if columns is not None and data is None:
+            raise FinetuneError("--columns: says how --data is read; name that too")
+        if columns is not None:
+            entry = new_recipe.propose(str(data), columns=columns, model=base, output=run / "prompts.yaml").entry
         request = finished_run.EvalRequest(
             metrics=finished_run.chosen_metrics(metric or [], scorer),
+            scorer=scorer,
+            scorer_seconds=scorer_seconds,
             file=data,
+            entry=entry,
             limit=limit,
             max_new_tokens=max_new_tokens,
             general=general,
@@ -287,16 +299,14 @@ def sample(
     ] = None,
     count: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt.")] = 8,
     keep: Annotated[str, typer.Option(help="Rows of right answers, pairs, judged answers, or all.")] = "right",
-    columns: Annotated[
-        str | None, typer.Option(help="With a MODEL: your columns, as for init.", show_default=False)
-    ] = None,
+    columns: AskedColumns = None,
     metric: Annotated[
         str | None, typer.Option(help="What is right: exact, number, sql, ...; fits the rows.", show_default=False)
     ] = None,
     scorer: Annotated[
         str | None, typer.Option(help="Or your own: FILE.py:FUNCTION(answer, reference, row).", show_default=False)
     ] = None,
-    scorer_seconds: Annotated[float, typer.Option(help="Time for one answer.")] = 10.0,
+    scorer_seconds: ScorerSeconds = 10.0,
     at_least: Annotated[float, typer.Option(help="The score of a right answer.")] = 1.0,
     per_prompt: Annotated[
         int | None,
@@ -341,16 +351,15 @@ def sample(
         chosen: Any = pick
         folder = output or Path("samples", found.name)
         asked_run = found.folder if found.kind == "run" else None
-        if found.kind == "model":  # asked as the recipe that `init` writes would ask it
-            proposal = new_recipe.propose(str(data), columns=columns, model=source, output=folder / "prompts.yaml")
-            found = found.reading(proposal.entry)
-        elif columns is not None:
-            raise FinetuneError(f"--columns: rows are read as {source} reads them; name its model, or leave it out")
-        metrics = finished_run.chosen_metrics([] if metric is None else [metric], None)
+        entry, base = None, found.loaded.recipe.model.name_or_path
+        if found.kind == "model" or columns is not None:  # asked as the recipe that `init` writes would ask it
+            entry = new_recipe.propose(str(data), columns=columns, model=base, output=folder / "prompts.yaml").entry
+        metrics = finished_run.chosen_metrics([] if metric is None else [metric])
         options = finished_run.KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts)
         request = finished_run.SampleRequest(
             source=found,
             data=data,
+            entry=entry,
             folder=folder,
             options=options,
             count=count,
@@ -374,11 +383,8 @@ def sample(
         if launch is not None and not launch.is_main:
             raise typer.Exit
         files = figures["files"]
-        if "rows" in files and found.kind == "model":
-            recipe = folder / "recipe.yaml"
-            proposal = new_recipe.propose(files["rows"], model=source, output=recipe)
-            write_text(recipe, proposal.text)
-            files["recipe"] = str(recipe)
+        if "recipe" in files and found.kind == "model" and not (recipe := Path(files["recipe"])).exists():
+            write_text(recipe, new_recipe.propose(files["rows"], model=source, output=recipe).text)
         if not as_json:
             say("\n".join(finished_run.summary_in_words(figures, kept)))
             say("\n".join(f"{name}: {file}" for name, file in files.items()))

@@ -19,13 +19,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.data.cells import nearest
+from finetune.data.cells import BadRow, nearest
 from finetune.data.dialect import checked_encoding
+from finetune.data.layout import layout_of
 from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
+from finetune.data.readings import readings
 from finetune.errors import DataError
 from finetune.output_stream import has_controls, one_line, printable
 from finetune.paths import open_regular
-from finetune.recipe.layouts import FORMAT_OF_OBJECTIVE, LAYOUTS
 from finetune.recipe.schema import DataSet
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import words_of
@@ -39,6 +40,7 @@ BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "tsv": "csv", "parque
 # The program that unpacks a file that is not read; .gz is read.
 UNPACKED_BY = {".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip", ".7z": "7z x"}
 MOST_FILES = 100_000  # in a folder and below it
+ASKED_ROWS_LOOKED_AT = 1000  # of a file to answer, for its columns
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
 _SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5,}")
 # The Hub's words for splits in file names, in its order.
@@ -152,20 +154,37 @@ def resolve(entry: DataSet) -> Source:
     return source
 
 
-def asked_entry(entry: DataSet, file: str) -> DataSet:
-    """A data file to answer as an entry, read as `entry` is; under preferences also plain questions and answers.
+def asked_entry(entry: DataSet, file: str | DataSet) -> DataSet:
+    """A data file to answer as an entry: read as `entry` is, or by its own columns, as `init` does, if it lacks those.
 
-    A question that comes twice is asked twice.
+    A question that comes twice is asked twice. An entry in place of the file says itself how it is read. Raises
+    DataError for columns that may be read in several ways.
     """
+    if isinstance(file, DataSet):
+        return file.model_copy(update={"drop": [each for each in file.drop if each != "duplicate"]})
     changed: dict[str, Any] = {"path": file, "name": None, "data_files": None, "split": "train", "revision": "main"}
     asked = entry.model_copy(update={**changed, "drop": [each for each in entry.drop if each != "duplicate"]})
-    layouts = FORMAT_OF_OBJECTIVE.values()
-    if asked.format in layouts:
-        first = next(iter(resolve(asked).rows()), None)
-        found = {} if first is None else first.values or {}
-        needed = [[asked.columns.get(name, name) for name in LAYOUTS[layout].columns] for layout in layouts]
-        if not any(all(name in found for name in names) for names in needed):
-            return asked.model_copy(update={"format": "auto"})
+    try:
+        rows = [row.values for row in islice(resolve(asked).rows(), ASKED_ROWS_LOOKED_AT) if row.values is not None]
+        layout_of(asked, rows)
+    except DataError:  # who reads the rows says so, with other mistakes
+        return asked
+    except BadRow:
+        by_itself = asked.model_copy(update={"format": "auto", "columns": {}, "template": {}})
+        result = readings("auto", rows)
+        if len(result.found) == 1 and not result.obstacle and result.found[0].objective == "supervised":
+            columns, template = dict(result.found[0].columns), dict[str, str]()
+            answer = columns.get("output", "")
+            if any(column.name == answer and column.kind == "number" for column in result.columns):
+                template = {"output": f"{{{columns.pop('output')}}}"}  # a template makes texts of numbers
+            return by_itself.model_copy(update={"columns": columns, "template": template})
+        if len(result.found) > 1:
+            ways = [reading.in_words() for reading in result.found]
+            problem = (
+                f"{file}: the columns may be read in {len(ways)} ways: {' or '.join(ways)}; rename them, or say which"
+            )
+            raise DataError([f"{problem}: --columns {shlex.quote(ways[0])}"]) from None
+        return asked if entry.columns or entry.template else by_itself
     return asked
 
 

@@ -35,7 +35,7 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import append_lines, read_lines
 from finetune.model.generate import Answer
 from finetune.output_stream import printable
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import DataSet, Recipe
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.tokens.encoder import Encoder, RowError
 from finetune.training.scored_answers import ScoredSet
@@ -145,7 +145,14 @@ def reply_of(
 ) -> Answer:
     """One answer. Raises EnvironmentMismatch in one line; NoAnswer if the next question may have one."""
     path, body = _question_sent(model, asked, max_new_tokens, drawn)
-    reply = _request(endpoint.url + path, body)
+    try:
+        reply = _request(endpoint.url + path, body)
+    except NoAnswer as error:  # OpenAI's newer models, Mistral's API
+        if "max_completion_tokens" in str(error):
+            body["max_completion_tokens"] = body.pop("max_tokens")
+        elif body.pop("seed", None) is None or "seed" not in str(error):
+            raise
+        reply = _request(endpoint.url + path, body)
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     message = choice.get("message") if isinstance(choice, dict) else None
@@ -168,7 +175,7 @@ def reply_of(
     if not isinstance(choice, dict) or text is None:
         raise _no_answer(page, f"the reply has no answer in choices{_reason(reply)}")
     ending, usage = choice.get("finish_reason"), reply.get("usage")
-    if ending in HALF_ANSWERS:
+    if str(ending).lower() in HALF_ANSWERS:
         raise _no_answer(page, f"the server broke the answer off: {ending}")
     if len(text) > LETTERS_PER_TOKEN * (max_new_tokens + 50):
         raise _no_answer(page, f"{len(text):,} letters for at most {max_new_tokens} tokens; it ignores max_tokens")
@@ -348,7 +355,7 @@ def endpoint_answers(
 
 
 def conversations(
-    recipe: Recipe, encoder: Encoder, asked: ScoredSet, file: str | None
+    recipe: Recipe, encoder: Encoder, asked: ScoredSet, file: str | DataSet | None
 ) -> list[tuple[str, Chat | Passage]]:
     """The conversation of each prompt, read from its row again. Raises FinetuneError if a row has changed since.
 
@@ -569,7 +576,7 @@ def _reason(reply: Mapping[str, Any] | None) -> str:
     error = (reply or {}).get("error", reply) or {}
     words = (error.get("message") or error.get("detail")) if isinstance(error, dict) else error
     if isinstance(words, list) and words and isinstance(words[0], dict):
-        words = words[0].get("msg")
+        words = f"{words[0].get('msg')} ({'.'.join(map(str, words[0].get('loc') or ['?']))})"
     return f": {words}" if isinstance(words, str) and words else ""
 
 

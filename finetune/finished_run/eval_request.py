@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import FinetuneError
 from finetune.recipe.metric_names import read_metric
-from finetune.scoring.function import load_function
+from finetune.recipe.schema import DataSet
 from finetune.scoring.metrics import Metric
 
 if TYPE_CHECKING:
@@ -31,21 +31,21 @@ class EvalRequest:
     include: Path | None = None  # a folder with the user's own task files
     chat_template: bool | None = None  # for all tasks, or for none; None: for those that generate
     endpoint: Endpoint | None = None  # a server that answers; no model is loaded
+    scorer: str | None = None  # FILE.py:FUNCTION, a metric more
+    scorer_seconds: float = 10.0  # of one answer
+    entry: DataSet | None = None  # how `file` is read; None: as the run's rows
 
 
-def chosen_metrics(names: Sequence[str], scorer: str | None) -> list[Metric]:
-    """The metrics of the command line; `scorer` is PATH.py:FUNCTION. Raises FinetuneError."""
+def chosen_metrics(names: Sequence[str], scorer: str | None = None) -> list[Metric]:
+    """The metrics of the command line; `scorer`, FILE.py:FUNCTION, has another name. Raises FinetuneError."""
     metrics = []
     for text in names:
         try:
             metrics.append(Metric.of(read_metric(text)))
         except ValueError as error:
             raise FinetuneError(f"--metric {text}: {error}") from None
-    if scorer is not None:
-        name, function = load_function(scorer)
-        metrics.append(Metric(name, function=function))
-    repeated = [metric.name for metric in metrics if sum(each.name == metric.name for each in metrics) > 1]
-    if repeated:
+    taken = [metric.name for metric in metrics] + ([] if scorer is None else [scorer.rpartition(":")[2]])
+    if repeated := [name for name in taken if taken.count(name) > 1]:
         raise FinetuneError(f"--metric: {repeated[0]} is named twice; keep one of them")
     return metrics
 

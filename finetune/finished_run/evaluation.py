@@ -9,7 +9,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -34,6 +34,7 @@ from finetune.finished_run.load import (
     load_run_tokenizer,
     recipe_of_run,
 )
+from finetune.finished_run.own_scorer import OwnScorer
 from finetune.finished_run.scores import (
     BELOW_THRESHOLD,
     below,
@@ -52,6 +53,7 @@ from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import EVAL_KEPT, read_run, require_run_folder
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
 from finetune.scoring.general import general_rows, general_scores
+from finetune.scoring.metrics import Metric
 from finetune.strategies.assemble import Assembled
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import Encoder, RowError
@@ -87,7 +89,7 @@ def evaluate_finished(
         launch: This rank's launch, if there are several; every rank calls this function. Rank 0 alone writes, says and
             returns a missed threshold.
     """
-    if not request.generate and (request.metrics or request.file):
+    if not request.generate and (request.metrics or request.scorer or request.file):
         raise FinetuneError("--loss-only: generates no answers, which --metric, --scorer and --data need; leave it out")
     if request.endpoint is not None and (request.tasks or not request.generate):
         remedy = "lm-eval asks servers itself (--model local-chat-completions)" if request.tasks else "leave it out"
@@ -109,9 +111,12 @@ def _evaluated(folder: Path, by: Computing, request: EvalRequest, say: _Say, sho
     run, device = finished_run(folder), by.device
     result: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
-    # Tasks bring their own data, so with them a recipe without held-out rows is no mistake.
-    if not request.tasks or run.recipe.data.eval is not None or request.file is not None or request.general:
-        result, rows = measure(run, by, request, say, show)
+    with nullcontext() if request.scorer is None else OwnScorer(request.scorer, request.scorer_seconds) as own:
+        if own is not None:
+            request = replace(request, metrics=[*request.metrics, Metric(own.name, function=own.score)])
+        # Tasks bring their own data, so with them a recipe without held-out rows is no mistake.
+        if not request.tasks or run.recipe.data.eval is not None or request.file is not None or request.general:
+            result, rows = measure(run, by, request, say, show)
     if by.ranks.rank:
         return result
     if request.tasks:
@@ -218,7 +223,7 @@ def _measured_there(
         say("base: not asked, so there are no differences; name it with --base-model")
     result: dict[str, Any] = {"endpoint": {"model": endpoint.model, "base_model": endpoint.base_model}}
     rows: list[dict[str, Any]] = []
-    file = str(request.file) if request.file else recipe.eval.generate.file
+    file = request.entry or (str(request.file) if request.file else recipe.eval.generate.file)
     kept = KeptAnswers(run.folder / EVAL_KEPT, endpoint)
     for question in questions:
         asked: list[tuple[str, Chat | Passage]]
@@ -273,7 +278,7 @@ def _questions(
                 recipe,
                 encoder,
                 prepared,
-                file=None if request.file is None else str(request.file),
+                file=None if request.file is None else request.entry or str(request.file),
                 metrics=request.metrics,
                 limit=request.limit,
                 max_new_tokens=request.max_new_tokens,

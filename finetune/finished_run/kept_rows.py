@@ -22,7 +22,7 @@ from finetune.data.cells import BadRow, checked_text
 from finetune.scoring.function import ROUNDING
 from finetune.scoring.intervals import interval
 from finetune.scoring.metrics import Unread, unread, unread_in_words
-from finetune.scoring.texts import normalized, without_thoughts
+from finetune.scoring.texts import normalized, with_opened_block, without_thoughts
 from finetune.wording import counted
 
 Keep = Literal["right", "pairs", "judged", "all"]
@@ -115,7 +115,7 @@ def _unusable(answer: _Answer, options: KeepOptions) -> str:
     if answer.get("control"):
         return "control tokens in them"
     text = _shown(answer, options)
-    if not text.strip():
+    if not without_thoughts(text):  # a thought alone, too
         return "empty"
     if "\ufffd" in text:
         return "bytes in them that are no text"
@@ -128,7 +128,7 @@ def _unusable(answer: _Answer, options: KeepOptions) -> str:
 
 def _shown(answer: _Answer, options: KeepOptions) -> str:
     """The answer's text in a row."""
-    return str(answer["text"] if options.thoughts else without_thoughts(answer["text"]))
+    return with_opened_block(answer["text"]) if options.thoughts else without_thoughts(answer["text"])
 
 
 def _question_in(line: Line) -> str:
@@ -152,12 +152,7 @@ def near_copies(text: str, other: str, near: float) -> bool:
 def _row(line: Line, options: KeepOptions, chosen: Sequence[int], label: bool | None = None) -> dict[str, Any]:
     """A training row. In a chat the last answer alone is supervised."""
     question = dict(line["question"])
-    texts = []
-    for index in chosen:
-        text = _shown(line["answers"][index], options)
-        if options.thoughts and "</think>" in text:  # the prompt opened the block
-            text = line.get("opened", "") + text
-        texts.append(text)
+    texts = [_shown(line["answers"][index], options) for index in chosen]
     prompt, by = question.pop("messages", None), {"written_by": line["by"]["model"]}
     if prompt is None:
         values: list[Any] = texts
@@ -202,6 +197,7 @@ def sampled_figures(lines: Sequence[Line], options: KeepOptions) -> dict[str, An
         "solved": interval([float(each > 0) for each in right]).as_json(),
         "always": right.count(count),
         "never": right.count(0),
+        "alike": sum(len({each["text"] for each in line["answers"]}) == 1 for line in scored) if count > 1 else 0,
         "lengths": lengths,
         "cut": sum(not each["ended"] for each in answers),
         "unread": unread(
@@ -219,6 +215,8 @@ def summary_in_words(figures: Mapping[str, Any], keep: Keep) -> Iterator[str]:
         for name, each in shares.items():
             yield f"{name:14}{each['mean']:>7.3f}   [{each['low']:.3f}, {each['high']:.3f}]"
         yield f"always right: {counted(figures['always'], 'prompt')}; never right: {figures['never']:,}"
+        if figures["alike"] == figures["prompts"] - figures["failed"]:
+            yield "each prompt's answers are one text, so pass@k is pass@1; does the server obey temperature and seed?"
         if figures["asked_again"]:
             yield f"prompts with the question of an earlier one: {figures['asked_again']:,}; each has its own reference"
     for name, each in figures.get("lengths", {}).items():

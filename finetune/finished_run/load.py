@@ -75,8 +75,7 @@ class FinishedRun:
 
 def finished_run(run_dir: Path, overrides: Sequence[str] = ()) -> FinishedRun:
     """Open a run's folder. Raises FinetuneError if it holds no finished run."""
-    if not sys.stderr.isatty():  # bars are for eyes
-        transformers_logging.disable_progress_bar()
+    hide_bars()
     run = FinishedRun(run_dir, recipe_of_run(require_run_folder(run_dir), overrides))
     if not run.product.is_dir():
         raise not_finished_yet(run_dir)
@@ -84,6 +83,12 @@ def finished_run(run_dir: Path, overrides: Sequence[str] = ()) -> FinishedRun:
     if section.trust_remote_code:
         refuse_other_code(run.product, folder_of(section.name_or_path, section.revision), section.name_or_path)
     return run
+
+
+def hide_bars() -> None:
+    """Where no terminal shows them: bars are for eyes."""
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
 
 
 def recipe_of_run(resolved: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from finetune.data.rows import RowReader
+from finetune.data.sources import resolve
 from finetune.finished_run.kept_rows import ROW_FORMATS, Keep
-from finetune.finished_run.load import FinishedRun
+from finetune.finished_run.load import FinishedRun, load_run_tokenizer
 from finetune.recipe.optimizers import usual_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import Objective
 from finetune.recipe.stop_time import seconds_of
+from finetune.tokens.encoder import Encoder, RowError
+from finetune.training.batch_notes import positions_of
 from finetune.wording import counted
 
 OBJECTIVES: dict[Keep, Objective] = {"right": "supervised", "all": "supervised", "pairs": "dpo", "judged": "kto"}
@@ -33,7 +39,7 @@ def next_recipe(
     held_out: Path | None,
     metric: str | None,
 ) -> str:
-    """The recipe's text.
+    """The recipe's text. `file` holds `rows`, and data.max_length is raised to the longest one.
 
     An adapter goes on learning from where it is (`model.adapter`). All weights go on from the run's model. The held-out
     questions stay the same: `eval` scores the answers to `held_out`.
@@ -91,13 +97,28 @@ def next_recipe(
         folder = folder.with_name(f"{file.parent.resolve().name}-{keep}-{number}")
         number += 1
     values["output_dir"] = str(folder)
-    Recipe.model_validate(values)  # our own text must be a valid recipe
+    made = Recipe.model_validate(values)  # our own text must be a valid recipe
     head = f"# Trains on {counted(len(rows), 'row')} of {file.name}, which finetune sample kept.\n"
+    longest = min(_longest(reads, made), positions_of(recipe) or sys.maxsize)
+    if longest > recipe.data.max_length:
+        data["max_length"] = longest
+        head += f"# data.max_length: the longest row's; the answers' recipe has {recipe.data.max_length:,}.\n"
     if recipe.run.storage is not None:
         head += "# run.storage is left out: each run needs a place of its own.\n"
     if reads.trained and recipe.lora is not None and not recipe.lora.on_top:
         head += "# The adapter goes on learning; lora.on_top: true freezes it and trains a second one on top.\n"
     return head + str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def _longest(reads: FinishedRun, made: Recipe) -> int:
+    """Tokens of the longest document that the recipe trains on."""
+    encoder = Encoder(load_run_tokenizer(reads), made.data, made.model)
+    longest = 0
+    for row in RowReader(resolve(made.data.train[0])).rows():
+        with suppress(RowError):  # the training says so
+            documents = encoder.documents(row.read) if row.read is not None else []
+            longest = max([longest, *(len(document.input_ids) for document in documents)])
+    return longest
 
 
 def _method(recipe: Recipe) -> Any:

@@ -3,9 +3,9 @@
     FOLDER/
         sample.json      the request, then the figures
         answers.jsonl    every answer, one line a prompt, appended as prompts are answered
-        rows.jsonl       the training rows
+        rows.jsonl       the training rows; other ones later: rows-2.jsonl
         held_out.jsonl   the recipe's held-out questions, for the next recipe's scores
-        recipe.yaml      the next training
+        recipe.yaml      the next training; recipe-2.yaml
 
 A command that was ended goes on after the last line. With another --keep, rows are made anew and no model is loaded.
 """
@@ -13,8 +13,11 @@ A command that was ended goes on after the last line. With another --keep, rows 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import math
 import os
+import stat
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,6 +39,7 @@ from finetune.finished_run.load import (
     best_device,
     finished_run,
     fitting,
+    hide_bars,
     load_run_tokenizer,
 )
 from finetune.finished_run.next_recipe import json_lines, next_recipe
@@ -65,7 +69,7 @@ from finetune.training.scored_answers import (
 from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
 
-RECORD, ANSWERS, ROWS, HELD_OUT, RECIPE = "sample.json", "answers.jsonl", "rows.jsonl", "held_out.jsonl", "recipe.yaml"
+RECORD, ANSWERS, HELD_OUT = "sample.json", "answers.jsonl", "held_out.jsonl"
 LOCK = ".lock"
 SCORED_BY = ("checker", "rows")  # keys of the request whose change scores answers again, and draws none
 KEPT_REPLIES = "endpoint.jsonl"  # a server's answers until their prompts have all of theirs
@@ -153,7 +157,7 @@ def _sampled(request: SampleRequest, by: Computing, say: _Say, show: _Say) -> di
             rank_0_first(by, lambda new=new: record.append(new))  # type: ignore[misc]
     if by.ranks.rank:
         return {}
-    return _written(request, reads, prompts, record.whole(), wanted)
+    return _written(request, reads, prompts, record.whole(), wanted, say)
 
 
 @dataclass
@@ -184,6 +188,9 @@ class _Record:
         folder, file = self.folder, self.folder / ANSWERS
         if not (folder / RECORD).is_file() and folder.is_dir() and {*os.listdir(folder)} - {LOCK}:
             raise FinetuneError(f"--output {folder}: holds other files; name another folder")
+        for name in (ANSWERS, KEPT_REPLIES, LOCK):  # are written where they are
+            if os.path.lexists(folder / name) and not stat.S_ISREG(os.lstat(folder / name).st_mode):
+                raise FinetuneError(f"{folder / name}: is no plain file; remove it, or name another folder")
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             try:
@@ -235,9 +242,12 @@ class _Record:
                     f"--output {self.folder}: holds answers of another request ({asked}); name another folder"
                 )
         if (self.folder / ANSWERS).is_file():
-            # A line that was torn or deleted is of a prompt that is asked again, and a doubled one counts once.
-            answered = {line["row"]: line for line in read_lines(self.folder / ANSWERS) if _is_whole(line, self.wanted)}
-            self.lines = [answered[number] for number in self.prompts.numbers if number in answered]
+            # A line that was torn, edited or deleted is of a prompt that is asked again, and a doubled one counts once.
+            answered = {str(line.get("row")): line for line in read_lines(self.folder / ANSWERS)}
+            for number, question in zip(self.prompts.numbers, self.prompts.questions, strict=True):
+                line = answered.get(str(number), {})
+                if _is_whole(line, number, _written_question(question), self.wanted["n"]):
+                    self.lines.append(line)
         return recorded
 
     def _score(self, lines: Sequence[dict[str, Any]]) -> None:
@@ -247,16 +257,25 @@ class _Record:
             _score(line, items[places[line["row"]]], items, self.checker, self.own)
 
 
-def _is_whole(line: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a line of answers.jsonl has a prompt's number and all of its answers."""
-    answers = line.get("answers")
-    return isinstance(line.get("row"), int) and isinstance(answers, list) and len(answers) == wanted["n"]
+def _is_whole(line: Mapping[str, Any], number: int, question: Mapping[str, Any], count: int) -> bool:
+    """Whether a line of answers.jsonl is as this command writes it: the prompt's, with all of its answers."""
+    try:
+        json.dumps(line, ensure_ascii=False, allow_nan=False).encode()
+        answers = line["answers"]
+        kinds = [tuple(type(answer[key]) for key in ("text", "tokens", "ended")) for answer in answers]
+        whole = kinds == [(str, int, bool)] * count
+        whole = whole and ("problem" in line or all(0 <= answer["score"] <= 1 for answer in answers))
+        of_prompt = [line["row"], line["question"]] == [number, json.loads(json.dumps(question))]
+        return of_prompt and whole and isinstance(line["by"]["model"] + line["place"], str)
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return False
 
 
 def _opened(source: SampleSource) -> FinishedRun:
     """The run, or the recipe's or model's base in this machine's number format."""
     if source.kind == "run":
         return finished_run(source.folder)
+    hide_bars()
     return FinishedRun(source.folder, _in_formats(source), trained=False)
 
 
@@ -276,12 +295,14 @@ def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, en
         writer.recipe,
         encoder,
         None,
-        file=str(request.data),
+        file=request.entry or str(request.data),
         metrics=metrics,
         limit=request.limit or MOST_ROWS_OF_FILE,
         max_new_tokens=request.max_new_tokens or section.max_new_tokens,
     )
-    questions = [question for _, question in conversations(writer.recipe, encoder, asked, str(request.data))]
+    questions = [
+        question for _, question in conversations(writer.recipe, encoder, asked, request.entry or str(request.data))
+    ]
     places: dict[Any, str] = {}
     rows = []
     for place, question, reference in _held_out(reads):
@@ -462,8 +483,6 @@ def _line(
         "by": dict(author),
         "answers": [],
     }
-    if prompts.asked.prompts[index].prompt.rstrip().endswith("<think>"):
-        line["opened"] = "<think>\n"
     for answer in answers:
         tokens = answer.tokens or tokenizer(answer.text, add_special_tokens=False)["input_ids"]
         found = {"text": answer.text, "tokens": len(tokens), "ended": answer.ended}
@@ -519,8 +538,12 @@ def _written(
     prompts: _Prompts,
     lines: Sequence[Mapping[str, Any]],
     wanted: Mapping[str, Any],
+    say: _Say,
 ) -> dict[str, Any]:
-    """Write rows, held-out questions, the next recipe and the figures. Returns the figures."""
+    """Write rows, held-out questions, the next recipe and the figures. Returns the figures.
+
+    Rows and a recipe that are there stay, because a run may have been trained on them.
+    """
     folder, options = request.folder, request.options
     order = Sampling(1.0, seed=request.seed)
     rows, left_out = kept_rows(lines, options, lambda row, index: order.uniform((row, index), -1))
@@ -528,18 +551,25 @@ def _written(
     figures |= {"left_out": left_out, "keep": options.keep}
     if failed := [line["problem"] for line in lines if "problem" in line]:
         figures["first_failure"] = failed[0]
-    for name in (ROWS, RECIPE):
-        (folder / name).unlink(missing_ok=True)
     files = {"answers": str(folder / ANSWERS)}
     held_out = folder / HELD_OUT if prompts.held_out else None
     if held_out is not None:
         write_text(held_out, json_lines(prompts.held_out))
     if rows:
-        write_text(folder / ROWS, json_lines(rows))
-        files["rows"] = str(folder / ROWS)
-        if request.source.kind != "model":
+        text, marks = json_lines(rows), itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+        places = ((folder / f"rows{mark}.jsonl", folder / f"recipe{mark}.yaml") for mark in marks)
+        # The first free place, or the one that holds these rows.
+        file, recipe = next(
+            pair
+            for pair in places
+            if not os.path.lexists(pair[0]) or (pair[0].is_file() and pair[0].read_bytes() == text.encode())
+        )
+        write_text(file, text)
+        files |= {"rows": str(file), "recipe": str(recipe)}
+        if recipe.exists():
+            say(f"{recipe}: is there, and stays as it is; delete it to have it written anew")
+        elif request.source.kind != "model":
             metric = None if request.scorer is not None else str(wanted["checker"])
-            write_text(folder / RECIPE, next_recipe(reads, folder / ROWS, rows, options.keep, held_out, metric))
-            files["recipe"] = str(folder / RECIPE)
+            write_text(recipe, next_recipe(reads, file, rows, options.keep, held_out, metric))
     write_json(folder / RECORD, {"request": dict(wanted), "options": vars(options), "figures": figures})
     return {**figures, "files": files, "request": dict(wanted)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -51,12 +51,6 @@ class SampleSource:
             base = Path(base).resolve().name
         return f"{self.name}, trained from {base}" if self.kind == "run" else base
 
-    def reading(self, entry: DataSet) -> SampleSource:
-        """This source, whose rows are read as `entry` says."""
-        recipe = self.loaded.recipe
-        data = recipe.data.model_copy(update={"train": [entry]})
-        return replace(self, loaded=replace(self.loaded, recipe=recipe.model_copy(update={"data": data})))
-
 
 def source_of(text: str, data: Path) -> SampleSource:
     """RUN: a folder with recipe.yaml. RECIPE: a file, or a name of `finetune list`. MODEL: a folder or a Hub name.
@@ -97,6 +91,7 @@ class SampleRequest:
 
     source: SampleSource
     data: Path
+    entry: DataSet | None  # how `data` is read; None: as the source's rows
     folder: Path  # for all files
     options: KeepOptions
     count: int  # answers to each prompt
@@ -128,10 +123,6 @@ class SampleRequest:
             (not 0 < self.top_p <= 1, f"--top-p {self.top_p:g}: is a share above 0, up to 1; write 0.95"),
             (not 0 < options.at_least <= 1, f"--at-least {options.at_least:g}: is a score above 0, up to 1"),
             (not options.near > 0, f"--near {options.near:g}: is a share above 0; above 1 keeps all copies"),
-            (
-                not 0 < self.scorer_seconds < math.inf,
-                f"--scorer-seconds {self.scorer_seconds:g}: write seconds above 0",
-            ),
             (
                 options.keep == "pairs" and self.count == 1,
                 "--keep pairs: needs a right and a wrong answer to a prompt; write --n 8",

@@ -88,6 +88,12 @@ def scores_in_words(figures: Mapping[str, Any]) -> str:
     )
     both = {name: each for name, each in figures["metrics"].items() if "base" in each}
     verdicts = [score_verdict(name, each, figures["rows"]) for name, each in both.items()]
+    if (overlap := figures["metrics"].get("chrf")) is not None:
+        shares = ", ".join(f"{name} {overlap[name]['mean']:.0%}" for name in ("base", "tuned") if name in overlap)
+        verdicts.append(
+            f"Free answers: chrf is the share of wording in common with your answers ({shares}). It does not count "
+            "right answers. Read some side by side before you decide."
+        )
     cut = [f"{count:,} of the {name} model" for name, count in figures["cut"].items() if count]
     if cut:
         verdicts.append(f"Answers cut at {figures['max_new_tokens']} tokens: {', '.join(cut)} (--max-new-tokens).")

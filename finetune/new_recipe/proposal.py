@@ -118,6 +118,8 @@ def read_columns(text: str | None) -> dict[str, str]:
     for key in columns:
         if key not in COLUMNS:
             raise FinetuneError(f"--columns: {one_line(repr(key), 60)} is none of our columns; {form}, or text=NAME")
+    if len({*columns.values()}) < len(columns):
+        raise FinetuneError(f"--columns: one column is named twice; {form}")
     if columns and _format_of(columns) is None:
         needs = "needs instruction and output, messages, or text alone"
         if {"prompt", "chosen", "rejected", "completion", "label"} & {*columns}:

@@ -1,12 +1,11 @@
-"""A metric that is a Python function of the user's own, from a path given on the command line."""
+"""A metric that is a Python function of the user's own: loaded and called in a process of its own (own_scorer.py)."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,13 @@ UserFunction = Callable[[str, str, Mapping[str, Any]], Any]
 ROUNDING = 1e-6  # of a score: ten times 0.1 is 0.9999999999999999, and float32 writes 0.7 as 0.69999999
 
 
-@contextmanager
-def _held() -> Iterator[None]:
-    """A function that ends the process would end `eval` with its own exit code, and so pass a gate.
-
-    A process that the function forks, as multiprocessing does, ends as it wants: else it would go on as this one.
-    """
-    end, process = os._exit, os.getpid()
-
-    def refuse(code: int = 0) -> None:
-        if os.getpid() != process:
-            end(code)
-        raise SystemExit(code)
-
-    os._exit = refuse  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        os._exit = end
-
-
 def _in_words(error: BaseException) -> str:
     text = one_line(str(error)[:400], 200)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def load_function(text: str) -> tuple[str, UserFunction]:
-    """PATH.py:NAME as the function's name and the function `NAME(answer, reference, row)`. Raises FinetuneError."""
+def load_function(text: str) -> UserFunction:
+    """PATH.py:NAME as the function `NAME(answer, reference, row)`. Raises FinetuneError."""
     path_text, colon, name = text.rpartition(":")
     path = Path(path_text).expanduser()
     if not colon or path.suffix != ".py" or not name.isidentifier():
@@ -53,29 +32,26 @@ def load_function(text: str) -> tuple[str, UserFunction]:
     spec = importlib.util.spec_from_file_location("finetune_user_scorer", path.resolve())
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
     try:
-        with _held():
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # any mistake in the user's file
+        spec.loader.exec_module(module)
+    except BaseException as error:  # any mistake in the user's file
         raise FinetuneError(f"--scorer {text}: the file fails: {_in_words(error)}") from error
-    function = getattr(module, name, None)
+    function: UserFunction | None = getattr(module, name, None)
     if not callable(function):
         raise FinetuneError(f"--scorer {text}: {path} has no function {name}")
-    return name, function
+    return function
 
 
 def call_function(function: UserFunction, answer: str, reference: str, row: Mapping[str, Any]) -> float:
-    """The function's score. Raises ValueError, with its own error, if it raises, ends the process, or returns no number
-    from 0 to 1."""
+    """The function's score. Raises ValueError, with its own error, if it raises or returns no number from 0 to 1."""
     try:
-        with _held():
-            score = function(answer, reference, row)
-            if hasattr(score, "item"):  # a number of numpy or torch
-                score = score.item()
-            right = isinstance(score, bool | int | float) and math.isfinite(score) and 0 <= score <= 1 + ROUNDING
-            shown = "" if right else repr(score)
-    except (Exception, SystemExit) as error:  # any mistake in the user's function
+        score = function(answer, reference, row)
+        if hasattr(score, "item"):  # a number of numpy or torch
+            score = score.item()
+        right = isinstance(score, bool | int | float) and math.isfinite(score) and 0 <= score <= 1 + ROUNDING
+        shown = "" if right else repr(score)
+    except BaseException as error:  # any mistake in the user's function
         raise ValueError(f"the function raised {_in_words(error)}") from error
     if not right:
         raise ValueError(f"the function returned {one_line(shown[:400], 80)}; return a number from 0 to 1, or a bool")

@@ -12,7 +12,6 @@ from finetune.errors import DataError
 from finetune.output_stream import one_line
 from finetune.recipe.metric_names import MetricChoice
 from finetune.scoring import structured, texts
-from finetune.scoring.function import UserFunction, call_function
 from finetune.scoring.letters import read_references
 from finetune.scoring.numerals import Unclear, decimal_mark, last_number
 from finetune.scoring.sql import execution_scores
@@ -22,8 +21,17 @@ MOST_SHOWN = 3  # rows with a bad reference, or unread answers
 READS_THE_ROW = ("sql",)
 
 
+OwnFunction = Callable[[str, str, Mapping[str, Any]], float]  # of answer, reference and row; raises ValueError
+
+
 class Unread(float):
     """The score 0 of an answer that its metric cannot read. Means, intervals and paired tests count the 0."""
+
+    def __init__(self, why: str = "") -> None:
+        self.why = why  # how a function of the user's own failed
+
+    def __new__(cls, why: str = "") -> Unread:
+        return super().__new__(cls)
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class Metric:
 
     name: str
     options: Mapping[str, str] = field(default_factory=dict)
-    function: UserFunction | None = None
+    function: OwnFunction | None = None
 
     @classmethod
     def of(cls, choice: MetricChoice) -> Metric:
@@ -62,7 +70,7 @@ def scores_of(
         among: All rows, if `items` are a part. Their references together show the decimal mark, or the letters.
 
     Raises:
-        DataError: references that the metric cannot read, or a user's function that raises; a line each.
+        DataError: references that the metric cannot read; a line each.
         EnvironmentMismatch: a library is not installed.
     """
     answered = [texts.without_thoughts(answer) for answer in answers]
@@ -84,26 +92,30 @@ def scores_of(
     ]
     if mistakes:
         raise DataError(mistakes[:MOST_SHOWN], len(mistakes), max(0, len(mistakes) - MOST_SHOWN))
-    return [Unread() if result is None else float(result) for result in results]  # type: ignore[arg-type]
+    return [Unread() if result is None else result for result in results]  # type: ignore[misc]
 
 
 def unread(answers: Sequence[str], scores: Sequence[float]) -> dict[str, Any]:
-    """How many answers were not read, and the first of them."""
+    """How many answers were not read, the first of them, and why the first failed in a function of the user's own."""
     found = [
-        texts.without_thoughts(each) for each, score in zip(answers, scores, strict=True) if isinstance(score, Unread)
+        (texts.without_thoughts(each), score.why)
+        for each, score in zip(answers, scores, strict=True)
+        if isinstance(score, Unread)
     ]
-    return {"count": len(found), "examples": [one_line(text[:400], 80) for text in found[:MOST_SHOWN]]}
+    examples = [one_line(text[:400], 80) for text, _ in found[:MOST_SHOWN]]
+    return {"count": len(found), "examples": examples, **({"why": found[0][1]} if found and found[0][1] else {})}
 
 
 def unread_in_words(found: Mapping[str, Any]) -> str:
     """unread: 12 (scored 0), as 'forty-two', '3/4', 'I do not know'"""
-    return f"unread: {found['count']:,} (scored 0), as {', '.join(map(repr, found['examples']))}"
+    why = f"; the first: {found['why']}" if "why" in found else ""
+    return f"unread: {found['count']:,} (scored 0), as {', '.join(map(repr, found['examples']))}{why}"
 
 
 def _one(metric: Metric, answered: str, expected: str, item: Scored, shown: Any) -> float | ValueError | None:
     try:
         if metric.function is not None:
-            return call_function(metric.function, answered, expected, item.row)
+            return metric.function(answered, expected, item.row)
         match metric.name:
             case "exact":
                 return texts.exact(answered, expected)
@@ -129,7 +141,7 @@ def _one(metric: Metric, answered: str, expected: str, item: Scored, shown: Any)
             case "chrf":
                 return texts.chrf(answered, expected)
     except ValueError as error:
-        return error
+        return Unread(one_line(error)) if metric.function is not None else error
     raise AssertionError(metric.name)
 
 

@@ -26,6 +26,7 @@ _SAME = str.maketrans(
     | {"—": ";", "✕": "×", "✖": "×", "،": ","}
     | dict.fromkeys("\ufeff\u200b\u200c\u200d\u200e\u200f\u2060\u061c\xad\u202a\u202b\u202c\u2066\u2067\u2068\u2069")
 )  # fmt: skip
+_MINUS = r"[^\S\n]*\b(?:[Mm]inus|[Nn]egative) (?=[$€£]?\d)"
 # Each pattern with what it becomes, in this order; ' ties groups of digits.
 _WRITTEN = [
     (re.compile(pattern), becomes)
@@ -37,6 +38,9 @@ _WRITTEN = [
         (r"\^\s*[({]\s*([-+]?\d+)\s*[)}]", r"^\1"),
         (r"\\[a-zA-Z]+\s*(?=[-+]?[\d{])", " √"),  # a fraction, a root, a product: no plain number
         (r"(?<![\d*])(?<!\d )\*+|\*++(?!\s*[-+(]?\d)", ""),  # Markdown's bold
+        # In words; between two numbers it may take away, so that is unclear.
+        (rf"(?:^|(?<=[=:(,;.#\n≈→])|(?<=\bis|\bbe|\bto)){_MINUS}", " -"),
+        (_MINUS, " ±"),
         (r"(?<![\d.,'])(?<!\d )\d{1,3}(?: \d{3})+(?![\d'])", lambda match: match[0].replace(" ", "'")),
     )
 ]
@@ -53,12 +57,12 @@ _IN_WORD = regex.compile(r"[\p{Latin}\p{Cyrillic}\p{Greek}_](?:[-^_]|\^-)?$")
 _UNCLEAR_AFTER = regex.compile(
     r"\s?(?:\^|π|√|\\[a-zA-Z])|[^\S\n]?[/*×÷][^\S\n]?[({√π]|\p{Sc}\d|(?![kcdm]?m[23]\b)\p{Latin}+\d"
     # A word that multiplies: 3 million is not 3.
-    r"|(?:[kKM]|[^\S\n]?(?:thousands?|[Tt]ausend|mille|mila|mil|тыс\.|тысяч[аи]?|千|천|万|萬|만|lakhs?|lacs?|लाख|mn"
+    r"|(?:[kKM]|[^\S\n]?(?:thousands?|[Tt]ausend|mille|mila|mil|[Tt]sd\.?|тыс\.|tys\.|тысяч[аи]?|千|천|万|萬|만|lakhs?|lacs?|लाख|mn"
     r"|[Mm]io\.?|[Mm]ill?i?[oó]n(?:en|s|es|i|e)?|milh(?:ão|ões)|млн\.?|миллион(?:а|ов)?|百万|백만|crores?|करोड़|亿|億|억|bn"
     r"|[Bb]illions?|[Mm]rd\.?|[Mm]illiard(?:en?|s)?|млрд\.?|миллиард(?:а|ов)?|十亿|십억|[Tt]rillions?|兆|조|трлн\.?))(?!\p{L})"
 )
 _BOXED = re.compile(r"\\f?boxed\s*\{")
-_MARKED = re.compile(r"####[^\S\n]*((?:\W{0,3}|[A-Z]{3})\d[^\n]*)")
+_MARKED = re.compile(r"####[^\S\n]*((?:\W{0,3}|[A-Z]{3}|[Mm]inus |[Nn]egative )\d[^\n]*)")
 
 
 class Unclear(ValueError):

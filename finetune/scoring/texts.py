@@ -17,29 +17,24 @@ from finetune.scoring.numerals import Unclear, last_number, same_number, unified
 PATTERN_SECONDS = 1.0  # of a regular expression's search through one answer
 LONGEST_GRAM, RECALL_WEIGHT = 6, 2  # of chrF2
 _ARTICLE = re.compile(r"(?:\b(?:[Aa]n|AN|[Tt]he|THE|a)|(?:^|(?<=[.!?:\n]\s))A)\b(?=\s+[^\W_]|\s+[^\w\s]+\w)")
-# A mark that changes what is meant: a sign, a decimal mark, an operator between digits, C#, 5 %, R&B
-_MEANT = regex.compile(r"(?<![\p{L}\p{N}])-(?=\d)|(?<=\d)[.,/](?=\d)|(?<=\w)#|#(?=\d)|(?<=\d\s?)%|&")
+# A mark that changes what is meant: a sign, a decimal mark, an operator between digits, C#, 5 %, R&B, a grade's A-, A*
+_MEANT = regex.compile(
+    r"(?<![\p{L}\p{N}])-(?=\d)|(?<=\d)[.,/](?=\d)|(?<=\w)#|#(?=\d)|(?<=\d\s?)%|&"
+    r"|(?<=(?<![\w*-])(?:\p{L}{1,2}|\p{Lu}{3}))[-*](?![\w*-])"
+)
+_GRADED = regex.compile(r"\+\+|[-+#*](?![\p{L}\p{N}])")  # goes on a name: C++, C#, B+
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
+_BLOCKS = {f"<{word}>": f"</{word}>" for word in "think thinking thought thoughts reasoning seed:think".split()} | {
+    "[THINK]": "[/THINK]",
+    "<|channel>thought": "<channel|>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "◁think▷": "◁/think▷",
+}
+# A block's start, its end, and its end within a sentence, which closes if nothing else does.
 _TAGS = [
-    (
-        re.compile(rf"\s*{opening}", re.IGNORECASE),
-        re.compile(rf"(?<![ \t`'\"(]){closing}(?![`'\"])", re.IGNORECASE),
-        re.compile(
-            rf"(?<![`'\"(]){closing}(?![`'\"])", re.IGNORECASE
-        ),  # within a sentence: closes if nothing else does
-    )
-    for opening, closing in (
-        ("<think>", "</think>"),
-        ("<thinking>", "</thinking>"),
-        ("<thoughts?>", "</thoughts?>"),
-        ("<reasoning>", "</reasoning>"),
-        (r"\[THINK\]", r"\[/THINK\]"),
-        ("<seed:think>", "</seed:think>"),
-        (r"<\|channel>thought", r"<channel\|>"),
-        (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),
-        (r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),
-        ("◁think▷", "◁/think▷"),
-    )
+    [re.compile(tag, re.IGNORECASE) for tag in (rf"\s*{start}", rf"(?<![ \t`'\"(]){end}", rf"(?<![`'\"(]){end}")]
+    for start, end in ((re.escape(opening), rf"{re.escape(closing)}(?![`'\"])") for opening, closing in _BLOCKS.items())
 ]
 _HARMONY = re.compile(r"^\s*(?:<\|start\|>assistant)?(?:<\|channel\|>)?(?:analysis|commentary)(?=<\||[A-Z])", re.DOTALL)
 _FINAL = re.compile(r"(?:assistant(?:<\|channel\|>)?|<\|channel\|>)final(?:<\|message\|>)?")
@@ -65,6 +60,14 @@ def without_thoughts(text: str) -> str:
             elif start is not None:
                 return ""
     return text.strip()
+
+
+def with_opened_block(text: str) -> str:
+    """The answer with its thinking block's opening tag, which may be in the prompt that a row does not have."""
+    ends = [end.start() if (end := closing.search(text)) else len(text) for _, closing, _ in _TAGS]
+    if any(opening.match(text) for opening, _, _ in _TAGS) or min(ends) == len(text):
+        return text
+    return f"{[*_BLOCKS][ends.index(min(ends))]}\n{text}"
 
 
 def normalized(text: str) -> str:
@@ -117,6 +120,8 @@ def _whole_words(text: str, wanted: str, at: int) -> bool:
     if wanted[0].isdigit() and before and (before[-1] == "-" or (before[-1] in ".,/" and before[0].isdigit())):
         return False
     if wanted[-1].isdigit() and after[:1] and after[0] in ".,/" and after[1:].isdigit():
+        return False
+    if wanted[-1].isalpha() and _GRADED.match(after):
         return False
     # A particle follows a Korean word without a space.
     return not (after and _goes_on(wanted[-1], after[0]) and not regex.match(r"\p{Hangul}", wanted[-1]))

@@ -40,7 +40,7 @@ from finetune.model.generate import (
     round_ends,
 )
 from finetune.recipe.schema import DataSet, Recipe
-from finetune.scoring.metrics import Metric, Scored, fitting_metrics, scores_of, unread, unread_in_words
+from finetune.scoring.metrics import Metric, Scored, Unread, fitting_metrics, scores_of, unread, unread_in_words
 from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.tokens.dataset import Prepared
@@ -69,9 +69,15 @@ class ScoredSet:
     notes: list[str] = field(default_factory=list)
 
     def check(self) -> None:
-        """Score the references against themselves. Raises DataError for those that a metric cannot read."""
+        """Score the references against themselves. Raises DataError for those that a metric cannot read.
+
+        A function of the user's own is refused at the first reference on which it fails: it may hang on each.
+        """
         for metric in self.metrics:
-            scores_of(metric, [item.reference for item in self.items], self.items)
+            for part in [[item] for item in self.items] if metric.function is not None else [self.items]:
+                (first, *_) = scores_of(metric, [item.reference for item in part], part)
+                if isinstance(first, Unread) and first.why:
+                    raise DataError([f"{part[0].place}: metric {metric.name}: its reference as an answer: {first.why}"])
 
 
 def held_out_set(
@@ -79,7 +85,7 @@ def held_out_set(
     encoder: Encoder,
     prepared: Prepared | None,
     *,
-    file: str | None = None,
+    file: str | DataSet | None = None,
     metrics: Sequence[Metric] = (),
     limit: int | None = None,
     max_new_tokens: int | None = None,
@@ -97,7 +103,7 @@ def held_out_set(
     reads_rows = not chosen or any(metric.reads_the_row for metric in chosen)
     if file is not None:
         rows, notes = _rows_of_file(recipe.data.train[0], file, encoder, most)
-        name = file
+        name = file if isinstance(file, str) else file.path
     else:
         if prepared is None or not len(prepared.split.held_out):
             raise FinetuneError("data.eval: no row is held out; add data.eval: {fraction: 0.05}, or name a data file")
@@ -162,7 +168,9 @@ def _values_at(places: set[str], entries: Sequence[DataSet]) -> dict[str, dict[s
     return values
 
 
-def _rows_of_file(entry: DataSet, file: str, encoder: Encoder, most: int) -> tuple[list[ScoredRow], list[str]]:
+def _rows_of_file(
+    entry: DataSet, file: str | DataSet, encoder: Encoder, most: int
+) -> tuple[list[ScoredRow], list[str]]:
     """The rows of a data file, read as `entry` is. Raises DataError with every mistake.
 
     A question that comes twice is asked twice. If `entry` drops rows with an empty cell, a note counts them.

@@ -11,11 +11,12 @@ import pytest
 from finetune.cli.main import main
 from finetune.data.chat import Chat, Content, Judged, Pair, Passage
 from finetune.data.rows import check_rows, reference_in
+from finetune.data.sources import asked_entry
 from finetune.errors import DataError
 from finetune.finished_run import EvalRequest, chosen_metrics, evaluate_finished
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.schema import Data
+from finetune.recipe.schema import Data, DataSet
 from finetune.recipe.sections.results import Generate
 from finetune.scoring.metrics import Metric
 from finetune.tokens.encoder import Encoder
@@ -124,3 +125,59 @@ def test_rows_that_drop_leaves_out_are_counted(tmp_path: Path, tiny_llama: Path)
     found = held_out_set(recipe, encoder, None, file=str(asked), metrics=[Metric("exact")])
     assert [item.place for item in found.items] == [f"{asked}:{line}" for line in (1, 3, 5)]
     assert found.notes == ["2 rows with an empty cell left out"]
+
+
+CHATS = {"format": "messages"}
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize(
+    ("entry", "row", "columns", "template"),
+    [
+        (CHATS, {"messages": TURNS}, None, {}),
+        (
+            CHATS,
+            {"question": "How many are {}?", "answer": "dog {}"},
+            {"instruction": "question", "output": "answer"},
+            {},
+        ),
+        (CHATS, {"question": "How many are {}?", "answer": 7}, {"instruction": "question"}, {"output": "{answer}"}),
+        ({"columns": {"instruction": "frage", "output": "a"}}, {"messages": TURNS}, {}, {}),
+        ({"columns": {"instruction": "frage", "output": "a"}}, {"frage": "Wo?", "a": "da"}, None, {}),
+        ({"template": {"instruction": "{q}", "output": "{a}"}}, {"q": "Where?", "a": "here"}, None, {}),
+        ({"format": "preference"}, {"messages": TURNS}, {}, {}),
+    ],
+)
+def test_a_file_to_answer_is_read_by_its_own_columns_where_it_lacks_the_entrys(
+    entry: dict[str, Any], row: dict[str, Any], columns: dict[str, str] | None, template: dict[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "asked.jsonl"
+    lines = (json.dumps(row).replace("{}", str(number)).replace("7", str(number)) for number in range(9))
+    file.write_text("\n".join(lines) + "\n", "utf-8")
+    made = DataSet.model_validate({"path": "train.jsonl", **entry})
+    asked = asked_entry(made, str(file))
+    assert asked.path == str(file)
+    if columns is None:
+        assert (asked.format, asked.columns, asked.template) == (made.format, made.columns, made.template)
+    else:
+        assert (asked.format, asked.columns, asked.template) == ("auto", columns, template)
+    assert asked_entry(made, asked) == asked
+
+
+def test_a_file_to_answer_that_is_missing_is_told_with_other_mistakes(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"messages": 3}\n', "utf-8")
+    data = Data.model_validate({"train": [{"path": str(tmp_path / "train.jsonl"), **CHATS}]})
+    with pytest.raises(DataError) as caught:
+        check_rows(data, lambda _: None, Generate(metrics=["exact"], file=str(tmp_path / "nowhere.jsonl")))
+    assert "train.jsonl:1: " in str(caught.value)
+    assert "nowhere.jsonl: no such file" in str(caught.value)
+
+
+def test_a_file_to_answer_whose_columns_may_be_read_in_several_ways(tmp_path: Path) -> None:
+    file, words = tmp_path / "asked.jsonl", ["cat sat on the mat", "dogs have gone away", "birds fly over the river"]
+    rows = [{name: f"the {each} {number}" for name, each in zip("abc", words, strict=True)} for number in range(9)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    with pytest.raises(
+        DataError, match=r"may be read in 4 ways: .*; rename them, or say which: --columns '{instruction"
+    ):
+        asked_entry(DataSet.model_validate({"path": "train.jsonl", **CHATS}), str(file))

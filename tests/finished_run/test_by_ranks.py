@@ -6,15 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from finetune.cli.main import main
-from finetune.errors import DoesNotFit
+from finetune.errors import DoesNotFit, FinetuneError
 from finetune.files import read_lines, write_json
+from finetune.finished_run.by_ranks import Computing, rank_0_first
 from finetune.finished_run.load import finished_run as load_run
 from finetune.finished_run.load import fitting
 from finetune.untrusted.json_files import read_object
@@ -42,6 +45,28 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = read_object(folder / "config.json")["vocab_size"]
     write_json(folder / "generation_config.json", {"eos_token_id": list(range(3, vocabulary, 8))})
     return folder
+
+
+@pytest.mark.parametrize("found", [{"left": [3]}, None, FinetuneError("rank 0 has no disk")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_decides_for_every_rank(rank: int, found: Any) -> None:
+    """Rank 1 acts never, and has rank 0's result or its mistake."""
+    acted, sent = list[int](), list[Any]()
+
+    def act() -> Any:
+        acted.append(rank)
+        if isinstance(found, FinetuneError):
+            raise found
+        return found
+
+    def gather(own: Any) -> list[Any]:
+        sent.append(own)
+        return [found, "rank 1's own"]
+
+    by = Computing(torch.device("cpu"), cast(Any, SimpleNamespace(rank=rank, world=2, gather=gather)))
+    with pytest.raises(FinetuneError, match="no disk") if isinstance(found, FinetuneError) else nullcontext():
+        assert rank_0_first(by, act) == found
+    assert (acted, sent) == (([0], [found]) if rank == 0 else ([], [None]))
 
 
 def made(folder: Path, base: Path, strategy: str, lora: dict[str, Any] | None) -> Path:

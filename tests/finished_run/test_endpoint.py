@@ -453,6 +453,28 @@ def test_only_known_endings_are_whole(ending: str | None, whole: bool, server: O
     assert reply_of(Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=64).ended == whole
 
 
+@pytest.mark.parametrize(("fault", "key"), [("newer", "max_tokens"), ("seed", "seed")])
+def test_a_key_that_a_server_refuses_is_sent_otherwise(fault: str, key: str, server: OpenAI) -> None:
+    """OpenAI's reasoning models call max_tokens otherwise, and Mistral's API takes no seed."""
+    server.fault_of = lambda body: fault if key in body else ""
+    answer = reply_of(
+        Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=64, drawn=module.Drawn(1.0, seed=3)
+    )
+    assert answer.ended
+    sent = server.asked[-1][1]
+    assert (sent.get("max_tokens") or sent["max_completion_tokens"], "seed" in sent) == (64, fault == "newer")
+    server.fault_of = lambda body: "temperature"
+    with pytest.raises(module.NoAnswer, match=r"Extra inputs are not permitted \(body.temperature\)"):
+        reply_of(Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=64)
+
+
+@pytest.mark.parametrize("ending", ["abort", "error", "content_filter", "CONTENT_FILTER"])
+def test_an_answer_that_the_server_broke_off_is_no_answer(ending: str, server: OpenAI) -> None:
+    server.ending = ending
+    with pytest.raises(module.NoAnswer, match=f"the server broke the answer off: {ending}"):
+        reply_of(Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=64)
+
+
 def test_another_ending_and_a_cut_prompt_are_told(
     run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,15 +194,42 @@ def test_a_text_that_was_no_text_is_no_row() -> None:
     assert left_out == {"bytes in them that are no text": 1}
 
 
-def test_thoughts_are_kept_or_not() -> None:
-    answer = {"text": "two and two\n</think>\n\nfour", "tokens": 9, "ended": True, "score": 1.0}
-    line = {"row": 0, "question": {"prompt": "2+2?"}, "by": {"model": "m"}, "opened": "<think>\n", "answers": [answer]}
+@pytest.mark.parametrize(
+    ("opening", "text"),
+    [
+        ("<think>\n", "two and two\n</think>\n\nfour"),  # the prompt opened the block, here or on a server
+        ("[THINK]\n", "two and two[/THINK]four"),
+        ("<|channel>thought\n", "two and two<channel|>four"),
+        ("<|START_THINKING|>\n", "say </think>?<|END_THINKING|>four"),
+        ("", "<think>\ntwo and two\n</think>\n\nfour"),
+        ("", "  <Think>a</think><think>b</think>four"),
+        ("", "four"),
+    ],
+)
+def test_thoughts_are_kept_or_not(opening: str, text: str) -> None:
+    answer = {"text": text, "tokens": 9, "ended": True, "score": 1.0}
+    line = {"row": 0, "question": {"prompt": "2+2?"}, "by": {"model": "m"}, "answers": [answer]}
     rows, _ = kept_rows([line], KeepOptions("right"), lambda row, index: 0.0)
-    assert rows[0]["completion"] == "<think>\ntwo and two\n</think>\n\nfour"
+    assert rows[0]["completion"] == opening + text
     rows, _ = kept_rows([line], KeepOptions("right", thoughts=False), lambda row, index: 0.0)
     assert rows[0]["completion"] == "four"
     answer["text"] = "never ends</think>"
     assert kept_rows([line], KeepOptions("right", thoughts=False), lambda row, index: 0.0) == ([], {"empty": 1})
+
+
+@pytest.mark.parametrize("keep", ["all", "judged"])
+def test_a_thought_alone_is_no_row(keep: Any) -> None:
+    """A server may end an answer with `stop` though it has only thought."""
+    lines = asked("q", [[("<think>\nhm", 0.0), ("red", 0.0)]])
+    rows, left_out = kept_rows(lines, KeepOptions(keep), lambda row, index: index / 8)
+    assert ([row["completion"] for row in rows], left_out) == (["red"], {"empty": 1})
+
+
+@pytest.mark.parametrize(("texts", "said"), [(["a", "a"], True), (["a", "b"], False), (["a"], False)])
+def test_answers_that_are_all_one_text_are_told(texts: list[str], said: bool) -> None:
+    lines = asked("q", [[(text, 1.0) for text in texts]])
+    figures = {**sampled_figures(lines, KeepOptions("all")), "rows": 1, "left_out": {}}
+    assert any("answers are one text" in line for line in summary_in_words(figures, "all")) is said
 
 
 def test_control_tokens_that_decoding_left_out_are_no_row() -> None:

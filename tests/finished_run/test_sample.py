@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from finetune.finished_run.own_scorer import OwnScorer
 from finetune.model import generate
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe, recipe_from_resolved
+from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import prepare
 from finetune.train import main as train
 from finetune.training import scored_answers
@@ -156,13 +158,21 @@ def test_a_small_top_p_is_greedy(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", ["right", "pairs", "judged", "all"])
-def test_the_next_recipe_trains_on_the_rows(run: Path, whole: Path, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another --keep loads no model. The recipe's data are read, and its held-out questions are the run's."""
+def test_the_next_recipe_trains_on_the_rows(
+    run: Path, whole: Path, keep: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another --keep loads no model, and leaves earlier rows and recipes as they are. The recipe's data are read, and
+    its held-out questions are the run's."""
     monkeypatch.setattr(sample, "models_by_ranks", None)
-    assert main(words(run, whole, "--keep", keep)) == 0
-    recipe = load_recipe(whole / "recipe.yaml").recipe
+    earlier = {file: file.read_bytes() for file in (*whole.glob("rows*"), *whole.glob("recipe*"))}
+    assert main([*words(run, whole, "--keep", keep), "--json"]) == 0
+    files = json.loads(capsys.readouterr().out)["files"]
+    assert {file: file.read_bytes() for file in earlier} == earlier
+    assert (files["rows"] == str(whole / "rows.jsonl")) == (keep == "right")
+    recipe = load_recipe(files["recipe"]).recipe
+    assert [entry.path for entry in recipe.data.train] == [files["rows"]]
     prepared = prepare(recipe, load_tokenizer(recipe))
-    assert prepared.facts["documents"] == len(read_lines(whole / "rows.jsonl"))
+    assert prepared.facts["documents"] == len(read_lines(Path(files["rows"])))
     author = read_lines(whole / "answers.jsonl")[0]["by"]["model"]
     assert prepared.facts["written_by"] == {author: prepared.facts["documents"]}
     assert recipe.model.adapter == str(run / "adapter")
@@ -311,7 +321,7 @@ def test_an_unknown_source_is_one_line(
         ("raise KeyError(answer)", "the function raised KeyError"),
         ("while True: pass", "took more than 0.3 s"),
         ("return 'yes'", "the function returned 'yes'"),
-        ("import os; os._exit(0)", "the function raised SystemExit"),
+        ("import os; os._exit(0)", "ended its process (0)"),
         ("import ctypes; ctypes.string_at(0)", "ended its process (SIGSEGV)"),
     ],
 )
@@ -432,7 +442,7 @@ def test_what_is_left_out_or_beyond_the_model_is_said(tmp_path: Path, capsys: py
 
 
 def test_prompts_without_a_whole_line_are_asked(run: Path, whole: Path, tmp_path: Path) -> None:
-    """Lines that are gone, torn or doubled in the middle of answers.jsonl. The answers are those of one command."""
+    """Lines that are gone, torn, doubled or edited in answers.jsonl. The answers are those of one command."""
     file, more = tmp_path / "out/answers.jsonl", ["--limit", "6"]
     assert main(words(run, tmp_path / "out", *more)) == 0
     lines = file.read_text("utf-8").splitlines()
@@ -442,6 +452,33 @@ def test_prompts_without_a_whole_line_are_asked(run: Path, whole: Path, tmp_path
     assert main(words(run, tmp_path / "out", *more)) == 0
     assert sorted(file.read_text("utf-8").splitlines()) == sorted(lines)
     assert (tmp_path / "out/rows.jsonl").read_bytes() == rows
+    edited = [json.loads(line) for line in lines]
+    edited[0]["answers"][0]["score"] = "high"
+    edited[1]["answers"][0]["text"] = "\ud800"
+    edited[2]["answers"][0] = 7
+    edited[3]["question"]["messages"][0]["content"] = "another question"
+    edited[4]["by"] = "me"
+    edited[5]["answers"][0]["score"] = float("nan")
+    file.write_text("\n".join(map(json.dumps, edited)) + "\n", "utf-8")
+    assert main(words(run, tmp_path / "out", *more)) == 0
+    assert sorted(file.read_text("utf-8").splitlines()) == sorted(lines)
+
+
+def test_a_folder_holds_plain_files(run: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that are written in place: no link to a file of the user's or to a device, no folder, no pipe."""
+    mine, kinds = tmp_path / "mine", list[tuple[str, Callable[[Path], None]]]()
+    mine.write_text("my own", "utf-8")
+    kinds += [(".lock", lambda path: path.symlink_to(mine)), ("answers.jsonl", os.mkdir), ("answers.jsonl", os.mkfifo)]
+    kinds += [("endpoint.jsonl", lambda path: path.symlink_to("/dev/zero"))]
+    for number, (name, make) in enumerate(kinds):
+        file = shutil.copytree(whole, tmp_path / f"out-{number}") / name
+        file.unlink(missing_ok=True)
+        make(file)
+        assert main(words(run, file.parent)) == 2
+        assert f"{file}: is no plain file; remove it, or name another folder" in " ".join(
+            capsys.readouterr().err.split()
+        )
+    assert mine.read_text("utf-8") == "my own"
 
 
 def test_weights_are_known_by_their_content(
@@ -466,16 +503,25 @@ def test_weights_are_known_by_their_content(
 
 
 @pytest.mark.parametrize(("stop", "kept"), [("3h50m", "3h50m"), ("2031-06-01T18:00Z", None)])
-def test_the_next_recipe_is_no_part_of_the_earlier_run(run: Path, stop: str, kept: str | None) -> None:
-    """Its place on a storage, its date, and a warmup that was counted for other data."""
+def test_the_next_recipe_is_no_part_of_the_earlier_run(
+    run: Path, stop: str, kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place on a storage, its date, a warmup that was counted for other data, and a length for other rows."""
+    monkeypatch.chdir(tmp_path)
     made = recipe_from_resolved(run / "recipe.yaml")
     changed = {
         "run": made.run.model_copy(update={"storage": "s3://bucket/one", "stop_after": stop}),
         "training": made.training.model_copy(update={"warmup_steps": 500, "max_steps": 5000, "warmup_ratio": 0.0}),
     }
     reads = FinishedRun(run, made.model_copy(update=changed))
-    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}] * 8
-    text = next_recipe(reads, Path("samples/one/rows.jsonl"), rows, "right", None, "exact")
+    for words, longer in ((3, False), (300, True)):
+        answer = {"role": "assistant", "content": "a " * words}
+        rows = [{"messages": [{"role": "user", "content": "q"}, answer]}] * 8
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        text = next_recipe(reads, Path("rows.jsonl"), rows, "right", None, "exact")
+        assert ("# data.max_length: the longest row's; the answers' recipe has " in text) is longer
+        recipe = Recipe.model_validate(yaml.safe_load(text))
+        assert prepare(recipe, load_tokenizer(recipe)).facts["truncated"] == 0
     assert text.count("# run.storage is left out: each run needs a place of its own.\n") == 1
     values = yaml.safe_load(text)
     assert values.get("run", {}) == ({"stop_after": kept} if kept else {})
@@ -595,12 +641,13 @@ def test_texts_stay_texts(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     rows = [json.dumps({"prompt": f"say {n} ", "completion": f"{n}"}) for n in range(4)]
     file.write_text("\n".join(rows) + "\n", "utf-8")
-    for keep, keys in (("all", {"prompt", "completion"}), ("judged", {"prompt", "completion", "label"})):
+    kept = (("all", "", {"prompt", "completion"}), ("judged", "-2", {"prompt", "completion", "label"}))
+    for keep, mark, keys in kept:
         assert main(words(run, tmp_path / "out", "--data", str(file), "--keep", keep)) == 0
-        found = read_lines(tmp_path / "out/rows.jsonl")
+        found = read_lines(tmp_path / f"out/rows{mark}.jsonl")
         assert len(found) > 12
         assert all({*row} == {*keys, "written_by"} and row["prompt"].startswith("say ") for row in found)
-        recipe = load_recipe(tmp_path / "out/recipe.yaml").recipe
+        recipe = load_recipe(tmp_path / f"out/recipe{mark}.yaml").recipe
         assert prepare(recipe, load_tokenizer(recipe)).facts["documents"] == len(found)
 
 
@@ -641,7 +688,7 @@ def test_a_models_rows_are_asked_as_init_would_train_them(
 def test_columns_that_may_be_read_in_two_ways(
     run: Path, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The remedy that a model's refusal names is an option of this command. A run reads its rows its own way."""
+    """The remedy that a refusal names is an option of this command, with a model and with a run."""
     rows = read_lines(run.parent / "tasks.jsonl")[:2]
     data = tmp_path / "tasks.jsonl"
     data.write_text(
@@ -651,7 +698,10 @@ def test_columns_that_may_be_read_in_two_ways(
     assert main(["sample", str(base), *asked]) == 2
     remedy = ["--columns", "{messages: messages}"]
     assert f"say which: {remedy[0]} '{remedy[1]}'" in " ".join(capsys.readouterr().err.split())
-    assert main(["sample", str(run), *asked, *remedy]) == 2
-    assert "--columns: rows are read as " in capsys.readouterr().err
     assert main(["sample", str(base), *asked, *remedy]) == 0
     assert len(read_lines(tmp_path / "out/answers.jsonl")) == 2
+    asked[3] = str(tmp_path / "by-run")
+    data.write_text("".join(json.dumps({"a": each, "b": "it", **rows[0]}) + "\n" for each in ("yes", "no")), "utf-8")
+    assert main(["sample", str(run), *asked, "--columns", "instruction=a,output=b"]) == 0
+    question = read_lines(tmp_path / "by-run/answers.jsonl")[1]["question"]
+    assert question == {"messages": [{"role": "user", "content": "no"}]}

@@ -32,13 +32,20 @@ def test_the_verdict(base: list[float], tuned: list[float], expected: str) -> No
     assert score_verdict("exact", compared(base, tuned), len(base)) == expected
 
 
+FREE = (
+    "Free answers: chrf is the share of wording in common with your answers (base 50%, tuned 50%). It does not count "
+    "right answers. Read some side by side before you decide."
+)
+
+
 def test_the_table_ends_with_a_verdict_on_each_metric() -> None:
     metrics = {"exact": compared([WRONG] * 12, [RIGHT] * 12), "chrf": compared([0.5] * 12, [0.5] * 12)}
     figures = {"data": "held-out rows", "rows": 12, "max_new_tokens": 8, "cut": {"base": 0, "tuned": 3}, "notes": []}
     figures |= {"metrics": metrics}
-    assert scores_in_words(figures).splitlines()[-3:] == [
+    assert scores_in_words(figures).splitlines()[-4:] == [
         "Better: exact 0 -> 12 of 12 (difference 8 to 12).",
         "12 rows show no clear difference in chrf.",
+        FREE,
         "Answers cut at 8 tokens: 3 of the tuned model (--max-new-tokens).",
     ]
 
@@ -60,6 +67,14 @@ def test_a_quick_gate_does_not_replace_the_scores_of_all_rows(tmp_path: Path) ->
     assert keeps_earlier(tmp_path, measured(10), 10) == ""
     record.write_text("[1]")
     assert keeps_earlier(tmp_path, measured(10), 10) == ""
+
+
+@pytest.mark.parametrize(("scores", "shares"), [([[0.2], [0.314]], "base 20%, tuned 31%"), ([[0.5]], "tuned 50%")])
+def test_free_answers_have_a_sentence_for_who_decides(scores: list[list[float]], shares: str) -> None:
+    figures = {"rows": 1, "data": "rows", "max_new_tokens": 8, "cut": {}, "notes": []}
+    said = scores_in_words({**figures, "metrics": {"chrf": compared(*scores)}})
+    assert f"wording in common with your answers ({shares}). It does not count right answers." in said
+    assert "Free answers" not in scores_in_words({**figures, "metrics": {"exact": compared(*scores)}})
 
 
 def test_an_equal_answer_is_not_better() -> None:

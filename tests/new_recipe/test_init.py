@@ -252,6 +252,7 @@ def test_two_answers_to_one_question_may_be_a_better_and_a_worse_one(
         ("frage", "is not a mapping"),
         ("question=frage,output=antwort", "'question' is none of our columns"),
         ("instruction=frage", "needs instruction and output"),
+        ("instruction=frage,output=frage", "one column is named twice"),
         ("instruction=frag,output=antwort", "has no column 'frag'"),
         ("{instruction: [", "is not a mapping"),
     ],

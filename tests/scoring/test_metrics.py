@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from pathlib import Path
 
 import pytest
 
@@ -234,38 +233,6 @@ def test_long_texts_are_compared_by_overlap() -> None:
     assert [metric.name for metric in fitting_metrics([Scored("word " * 20, "rows:1")])] == ["chrf", "normalized"]
 
 
-def test_a_function_of_the_users_own(tmp_path: Path) -> None:
-    from finetune.scoring.function import load_function
-
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "def score(answer, reference, row):\n    return answer == reference and row['lang'] == 'de'\n"
-        "def wrong(answer, reference, row):\n    return 7\n"
-        "def raises(answer, reference, row):\n    return row['nope']\n"
-    )
-    items = [Scored("ja", "rows:1", {"lang": "de"}), Scored("ja", "rows:2", {"lang": "fr"})]
-    name, function = load_function(f"{file}:score")
-    assert name == "score"
-    assert scores_of(Metric(name, function=function), ["ja", "ja"], items) == [1.0, 0.0]
-    for name, problem in (
-        ("wrong", "the function returned 7; return a number"),
-        ("raises", "the function raised KeyError: 'nope'"),
-    ):
-        _, function = load_function(f"{file}:{name}")
-        with pytest.raises(DataError, match=problem):
-            scores_of(Metric(name, function=function), ["ja", "ja"], items)
-    for text, problem in (
-        (f"{file}", "write a file and a function in it, as my_metric.py:score"),
-        (f"{file}:nope", "has no function nope"),
-        (f"{tmp_path}/other.py:score", "no such file"),
-    ):
-        with pytest.raises(FinetuneError, match=problem):
-            load_function(text)
-    file.write_text("import no_such_module_anywhere\n")
-    with pytest.raises(FinetuneError, match="the file fails: ModuleNotFoundError"):
-        load_function(f"{file}:score")
-
-
 def test_thoughts() -> None:
     assert without_thoughts("<think>a</think>\n\nb") == "b"
     assert without_thoughts("a</think>b") == "b"  # the template opened the block in the prompt
@@ -349,31 +316,17 @@ def test_openings_of_all_kinds_end_soon() -> None:
     assert time.process_time() - began < 100
 
 
-def test_a_function_cannot_end_eval_nor_fill_the_screen(tmp_path: Path) -> None:
-    from finetune.scoring.function import load_function
+def test_numbers_of_other_libraries_are_scores() -> None:
+    import numpy as np
 
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import os, sys\nimport numpy as np\n"
-        "def leaves(a, r, row):\n    sys.exit(0)\n"
-        "def kills(a, r, row):\n    os._exit(0)\n"
-        "def shouts(a, r, row):\n    raise ValueError('x' * 10**6)\n"
-        "def long(a, r, row):\n    return 'x' * 10**6\n"
-        "def right(a, r, row):\n    return np.bool_(a == r)\n"
-        "def share(a, r, row):\n    return np.float32(0.5)\n"
-    )
-    item = Scored("yes", "rows:1")
-    for name in ("leaves", "kills", "shouts", "long"):
-        _, function = load_function(f"{file}:{name}")
-        with pytest.raises(DataError) as caught:
-            scores_of(Metric(name, function=function), ["yes"], [item])
+    from finetune.scoring.function import call_function
+
+    for value, score in ((np.bool_(True), 1.0), (np.float32(0.5), 0.5), (0.1 * 10, 1.0), (True, 1.0)):
+        assert call_function(lambda *_, value=value: value, "", "", {}) == score
+    for value in (np.float32(7), float("nan"), "1", None, "x" * 10**6):
+        with pytest.raises(ValueError, match="return a number from 0 to 1") as caught:
+            call_function(lambda *_, value=value: value, "", "", {})
         assert len(str(caught.value)) < 400
-    for name, score in (("right", 1.0), ("share", 0.5)):
-        _, function = load_function(f"{file}:{name}")
-        assert scores_of(Metric(name, function=function), ["<think>no</think>yes"], [item]) == [score]
-    file.write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(FinetuneError, match="the file fails: SystemExit"):
-        load_function(f"{file}:score")
 
 
 def test_a_nested_pattern_is_one_line() -> None:
@@ -396,3 +349,25 @@ def test_letters_as_public_reports_have_them(answer: str, letter: str) -> None:
     """A box with a formula, distractors that are named and ruled out, and answers without a choice."""
     items = [Scored(reference, "rows:1") for reference in "ABCDE"]
     assert scores_of(Metric("choice"), [answer] * 5, items) == [float(each == letter) for each in "ABCDE"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "reference", "right", "wrong"),
+    [
+        ("normalized", "A", ["A", "A.", "**A**", "*A*", "- A", "(a)"], ["A-", "A*", "A+", "A−", "a-"]),
+        ("normalized", "BBB-", ["BBB-", "BBB-."], ["BBB", "BBB+"]),
+        ("normalized", "well", ["Well-", "well!"], ["C"]),
+        ("contains", "C", ["C is good", "use C.", "C+SQL", "C/D"], ["C++ is good", "C# is good", "a C- here", "C+"]),
+        ("contains", "C++", ["use C++."], ["use C."]),
+        ("contains", "5", ["5+ years", "5*"], ["15"]),
+        ("number", "15", ["15", "30 minus 15 is 15"], ["minus 15", "Negative 15", "20 minus 15", "x minus 15"]),
+        ("number", "-3", ["minus 3", "is **minus 3**", "= negative $3", "#### minus 3 (of 5)", "fell to\nminus 3"], ["3"]),
+        ("number", "42", ["#### 42 (of 50)", "#### $42, not 50", "7\n#### 42 in 5 steps"], ["#### 50 (of 42)"]),
+        ("number", "3", ["a negative number: 3"], ["3 Tsd.", "3 tys. zł"]),
+    ],
+)  # fmt: skip
+def test_short_marks_and_words_that_carry_meaning(
+    metric: str, reference: str, right: list[str], wrong: list[str]
+) -> None:
+    items = [Scored(reference, "rows:1")] * (len(right) + len(wrong))
+    assert scores_of(Metric(metric), [*right, *wrong], items) == [1.0] * len(right) + [0.0] * len(wrong)

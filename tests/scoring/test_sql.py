@@ -132,6 +132,9 @@ MORE_BY_HAND = [
     ("select b from t order by c desc", "select b from t order by c", 0),
     ("select b from t order by a", "select b from t order by c, a desc", 0),
     ("select b from t where a = 2", "select b from t where c > 1 order by c limit 1", 1),
+    ("select b from t order by c limit 1", "select b from t order by c", 0),  # the first rows alone
+    ("select b from t where 0", "select b from t order by c", 0),
+    ("select b from t union all select b from t order by b", "select b from t order by b", 0),
     ("select b from t where a = 3", "select b from t where c > 1 order by c limit 1", 0),
     ("select a from t order by 1 desc", "select a from t /* order by a */ -- order by a", 1),
     ("select total(a) from t", "select sum(a) from t", 1),
@@ -153,7 +156,10 @@ MORE_BY_HAND = [
 
 
 def test_order_ties_and_kinds_counted_by_hand() -> None:
-    scores = execution_scores([row[0] for row in MORE_BY_HAND], [row[1] for row in MORE_BY_HAND], [NUMBERS] * 24)
+    scores = execution_scores(
+        [row[0] for row in MORE_BY_HAND], [row[1] for row in MORE_BY_HAND], [NUMBERS] * len(MORE_BY_HAND)
+    )
+    assert len(MORE_BY_HAND) == 27
     assert [(answer, score) for (answer, _, _), score in zip(MORE_BY_HAND, scores, strict=True)] == [
         (answer, float(score)) for answer, _, score in MORE_BY_HAND
     ]

@@ -93,6 +93,12 @@ def serving(state: OpenAI) -> Iterator[OpenAI]:
                 key = self.headers.get("Authorization", "")
                 words = json.dumps({"error": {"message": f"\x1b[31mno\nto {key}"}}).encode()
                 return self.send(int(fault), words, **state.headers)
+            if fault == "newer":  # OpenAI's reasoning models
+                refused = "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+                return self.send(400, json.dumps({"error": {"message": f"Unsupported parameter: {refused}"}}).encode())
+            if fault in ("seed", "temperature"):  # as FastAPI refuses a key
+                detail = [{"loc": ["body", fault], "msg": "Extra inputs are not permitted"}]
+                return self.send(422, json.dumps({"detail": detail}).encode())
             if fault == "not json":
                 return self.send(200, b"<html>welcome</html>")
             if fault == "no choices":
@@ -127,7 +133,7 @@ def serving(state: OpenAI) -> Iterator[OpenAI]:
             else:
                 choice = {"message": {"role": "assistant", "content": text, **state.message}}
                 choice["finish_reason"] = state.ending
-            if len(text) > 4 * body["max_tokens"]:
+            if len(text) > 4 * (body.get("max_tokens") or body["max_completion_tokens"]):
                 choice["finish_reason"] = "length"
             if fault == "abort":
                 choice["finish_reason"] = "abort"
