@@ -320,7 +320,7 @@ OPERATOR_CASES = {  # family, and whether it computes in bfloat16
     "Gemma 2, capped at 50": ("Gemma 2", True),
     "Llama in float32": ("Llama", False),
 }
-CASE_SECONDS, CASE_SECONDS_ON_CPU = 60.0, 600.0  # after which a case is taken to hang
+CASE_SECONDS, CASE_SECONDS_ON_CPU = 120.0, 600.0  # after which a case is taken to hang
 
 
 def operator(lines: Lines, *, shrunken: bool) -> None:

@@ -69,7 +69,7 @@ def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) ->
         (config.get("attention_dropout"), "attention dropout"),
         (OPTIMIZERS[training.optim].moment_bytes is not None, f"training.optim: {training.optim}"),
         (quantization and quantization.load_in_8bit, "quantization.load_in_8bit"),
-        (recipe.model.load_in_fp8, "model.load_in_fp8"),
+        (recipe.model.load_in_fp8 and training.keeps_products, "model.load_in_fp8 with selective recomputation"),
         (
             lora and (lora.use_dora or lora.lora_dropout or lora.modules_to_save or lora.on_top),
             "lora: DoRA, dropout, modules_to_save or on_top",

@@ -38,6 +38,7 @@ class LayerNumerics:
     base_trained: bool  # the layer's own weights, not adapters
     adapters_cast: bool  # adapters are float32, and autocast casts them at each use
     four_bit: bool
+    float8: bool = False  # the frozen weights, and inputs and gradients as they come
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class LayerStep:
     # In place of `forward_transient` during recomputation, where that is less: recomputation stops as soon as
     # everything that backward needs is there. 0: as many bytes.
     recompute_transient: int = 0
-    dequantised_weights: int = 0  # 4-bit weights in bfloat16, for a part of the step
+    dequantised_weights: int = 0  # 4-bit weights in bfloat16, or an input's float32 quotients, for a part of the step
     dequantise_transient: int = 0  # it lives forward, while those do
+    backward_workspace: int | None = None  # in place of `dequantised_weights` in backward; None: the same
     weight_gradients: int = 0  # made by the step's backward, in the computation's number format
     # Under selective recomputation it lives from forward until the step is recomputed, whose result includes it.
     kept_when_selective: int = 0
@@ -191,12 +193,22 @@ def _linear(linear: Linear, numerics: LayerNumerics, forward_live: int, backward
     dequantised = 0
     if numerics.four_bit:
         dequantised = HALF * linear.weights + FLOAT32 * linear.weights // QUANTISED_BLOCK
+    quantising, as_stored = 0, 0
+    if numerics.float8:
+        # Quotients [T, inputs] float32 and their float8 numbers; then those beside the result.
+        dequantised, as_stored = 5 * numerics.tokens * linear.inputs, numerics.tokens * linear.inputs
+        # Backward: the gradient times the scales in bfloat16, quotients, float8 numbers [T, outputs]; then those beside
+        # W8 transposed and the product [T, inputs], which is added to the adapters' part.
+        quantising = max(
+            7 * numerics.tokens * linear.outputs, linear.weights + numerics.tokens * linear.outputs + given
+        )
     base = LayerStep(
         linear.name,
-        forward_transient=forward_live + result,
+        forward_transient=forward_live + result + as_stored,
         backward_transient=backward_live + given,
         dequantised_weights=dequantised,
-        dequantise_transient=forward_live + result,
+        dequantise_transient=forward_live + result * (not numerics.float8),
+        backward_workspace=quantising if numerics.float8 else None,
         kept_when_selective=result,
     )
     if not linear.rank:

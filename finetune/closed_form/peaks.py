@@ -262,7 +262,8 @@ def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
             in_step = in_step.plus({c.BACKWARD_WORKSPACE: step.weight_gradients * gradient_copies})
         yield in_step
         if step.dequantised_weights:
-            yield in_step.plus({c.QUANTISATION_WORKSPACE: step.dequantised_weights})
+            workspace = step.dequantised_weights if step.backward_workspace is None else step.backward_workspace
+            yield in_step.plus({c.QUANTISATION_WORKSPACE: workspace})
         saved, casts = saved - step.saved_for_backward, casts - step.cast_weights
         layer_gradients += step.weight_gradients
 

@@ -49,6 +49,7 @@ class RankSizes:
         self.base_trained = recipe.lora is None
         self.casts_once = strategy.casts_weights_once(recipe)  # bfloat16 copies of all weights, for a whole step
         self.four_bit = recipe.quantization is not None
+        self.float8 = recipe.model.load_in_fp8
         # Bytes that a trained weight takes. Its gradient and each AdamW moment take as many.
         self.trained_weight_bytes = HALF if training.pure_bf16 else FLOAT32
         self.tokens = training.rows_at_once * recipe.data.row_tokens  # of a micro-batch
@@ -81,6 +82,7 @@ class RankSizes:
             base_trained=self.base_trained,
             adapters_cast=self.trained_weight_bytes == FLOAT32 and not (self.sharded or self.base_trained),
             four_bit=self.four_bit,
+            float8=self.float8,
         )
 
     @cached_property
@@ -185,6 +187,8 @@ class RankSizes:
     def frozen_layer_bytes(self) -> int:
         """One layer's base weights under adapters: bfloat16, or packed 4-bit matrices and their scales."""
         vectors = HALF * self.sharded_vector_weights
+        if self.float8:  # never sharded: one byte a weight, and a float32 scale for each output
+            return vectors + sum(linear.weights + FLOAT32 * linear.outputs for linear in self.shape.linears.values())
         if not self.four_bit:
             return vectors + HALF * self.sharded_matrix_weights
         assert self.recipe.quantization is not None

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 
 from finetune.errors import FinetuneError
@@ -31,7 +32,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, strategy_of
 from finetune.run_folder.watchdog import BROKEN
 from finetune.strategies.accelerator import build_accelerator, check_launch, device_of, use_all_cores
-from finetune.strategies.assemble import Assembled, assemble
+from finetune.strategies.assemble import WAITING, Assembled, assemble
 from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.training.start_adapter import find_start_adapter, start_from
 
@@ -60,7 +61,9 @@ def computing_ranks(recipe: Recipe, launch: Launch) -> Iterator[Computing]:
     use_all_cores(launch, device, offloaded=strategy.offloaded)
     try:
         sharding = strategy if strategy.shards_parameters else None
-        yield Computing(accelerator.device, all_ranks(), accelerator, launch, sharding)
+        # Over gloo, and without an end: rank 0 may run a slow scorer while the others wait.
+        waiting = dist.new_group(backend="gloo", timeout=WAITING) if dist.is_initialized() else None
+        yield Computing(accelerator.device, all_ranks(waiting), accelerator, launch, sharding)
     finally:
         if strategy.uses_engine:
             from finetune.strategies.zero import release_engine
@@ -89,6 +92,7 @@ def models_by_ranks(run: FinishedRun, by: Computing, names: Sequence[str] = BOTH
     if by.sharding is None:
         for name, model in models_of(run, by.device, with_loss=True, names=names):
             yield name, Assembled(model, model, None)
+            del model  # before the next one is loaded
         return
     recipe = _as_evaluated(run.recipe)
     assert by.accelerator is not None

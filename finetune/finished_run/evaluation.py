@@ -186,6 +186,7 @@ def measure(
                 if name == "tuned" and not isinstance(question, HeldOutLoss) and by.sharding is None:
                     answer_with_fewer_kernels(model.unwrapped_model)
                 found[question.key][name] = question.ask(model, name, show_model)
+        del model  # the next one takes its place on the device
     result: dict[str, Any] = {}
     if questions:
         result |= _started_from(recipe, say)

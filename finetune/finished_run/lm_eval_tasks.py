@@ -89,6 +89,7 @@ def task_figures(
                 }
                 for task, values in evaluation["results"].items()
             }
+        del model, language_model  # the next one takes its place on the device
     return figures
 
 

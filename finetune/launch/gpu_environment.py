@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from pathlib import Path
 
 # torch reads one of these. If several are set, its releases differ in the one that they read.
 # The first is the name since torch 2.11; newer versions warn about the others.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+KERNEL_RELEASE = Path("/proc/sys/kernel/osrelease")
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 COMPILE_WORKERS, MOST_COMPILE_WORKERS = "TORCHINDUCTOR_COMPILE_THREADS", 8
 REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")  # with any other, torch refuses matrix products in deterministic mode
@@ -22,7 +24,7 @@ def set_gpu_environment(*, deterministic: bool, environment: MutableMapping[str,
     workspaces with 4 MiB each. This is one of the two settings with which it sums in one order even when several
     streams multiply.
     """
-    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+    if not any(name in environment for name in ALLOCATOR_VARIABLES) and not on_wsl():
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     if deterministic:
         environment.setdefault(CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES[0])
@@ -39,7 +41,14 @@ def share_compile_workers(cores: int, environment: MutableMapping[str, str] = os
 def expands_segments(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a training that starts in this environment allocates by expandable segments."""
     settings = [environment[name] for name in ALLOCATOR_VARIABLES if name in environment]
-    return not settings or "expandable_segments:true" in settings[0].replace(" ", "").lower()
+    if not settings:
+        return not on_wsl()
+    return "expandable_segments:true" in settings[0].replace(" ", "").lower()
+
+
+def on_wsl(release: Path = KERNEL_RELEASE) -> bool:
+    """Whether this is Linux under Windows. Its drivers before R615 refuse expandable segments, in several words."""
+    return release.is_file() and "microsoft" in release.read_text("utf-8", "replace").lower()
 
 
 def gpu_of_rank(local_rank: int) -> int:

@@ -25,6 +25,7 @@ from finetune.model.build import decoder_parts
 # Tokens of one batch, padding included, at least and at most: 256 MiB and 16 GiB of keys and values in the cache of
 # Llama-3.1-8B in bf16, [2, 32 layers, tokens, 8 heads, 128].
 BATCH_TOKENS, MOST_BATCH_TOKENS = 2048, 131_072
+PICKED_ROWS = 64
 FIRST_ROUND = 128  # new tokens of each row before those that ended leave their batch
 # None overrides what the model's own generation settings say of sampling.
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -64,7 +65,16 @@ class Sampling:
         return (int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 11) * 2.0**-53
 
     def picked(self, logits: Tensor, uniforms: Sequence[float]) -> Tensor:
-        """Each row's token, int64 [rows], by inverting the distribution in float64. `logits` are [rows, vocabulary]."""
+        """Each row's token, int64 [rows], by inverting the distribution in float64. `logits` are [rows, vocabulary].
+
+        A few rows at a time: with a vocabulary of 152k, a row's shares, their order and the copies of a sort are 6 MB.
+        """
+        pieces = range(0, len(logits), PICKED_ROWS)
+        return torch.cat(
+            [self._picked(logits[at : at + PICKED_ROWS], uniforms[at : at + PICKED_ROWS]) for at in pieces]
+        )
+
+    def _picked(self, logits: Tensor, uniforms: Sequence[float]) -> Tensor:
         shares = torch.softmax(logits.double() / self.temperature, -1)
         if self.top_p < 1:
             ranked, order = shares.sort(dim=-1, descending=True, stable=True)

@@ -207,13 +207,14 @@ def check_has_gpus() -> Iterator[Finding]:
 def _gpu(index: int) -> Finding:
     import torch
 
+    from finetune.strategies.gpu_needs import OLDER_WHEELS, kernels_of_others
+
     device = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     text = f"GPU {index}: {device.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, bf16 "
     text += "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
-    kernels = [name for name in torch.cuda.get_arch_list() if name.startswith(("sm_", "compute_"))]
-    if kernels and not any(name.partition("_")[2].startswith(str(device.major)) for name in kernels):
-        return Finding("devices", "bad", f"{text}; torch has kernels for {', '.join(kernels)}", "install another wheel")
+    if kernels := kernels_of_others(index):
+        return Finding("devices", "bad", f"{text}; torch has kernels for {kernels}", OLDER_WHEELS)
     if free < total / 2:
         return Finding("devices", "look", text, "another program holds its memory; nvidia-smi names it")
     return Finding("devices", "ok", text)

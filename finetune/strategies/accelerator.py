@@ -148,6 +148,10 @@ def check_has_gpu(recipe: Recipe, launch: Launch) -> None:
     """Refuse a machine without a GPU for a recipe that is made for GPUs. Raises EnvironmentMismatch."""
     if recipe.budget.gpus and not torch.cuda.is_available() and not launch.on_cpu:
         budget = recipe.budget
+        from finetune.strategies.gpu_needs import why_torch_sees_no_gpu
+
+        if reason := why_torch_sees_no_gpu():
+            raise EnvironmentMismatch(f"budget: {reason}; or train on this CPU with budget.gpus=0")
         raise EnvironmentMismatch(
             f"budget: the recipe is made for {counted(budget.gpus * budget.nodes, 'GPU')} of "
             f"{budget.gpu_memory_gb:g} GB, this machine has none{_weights_missing(recipe)}; run it where they are, see "

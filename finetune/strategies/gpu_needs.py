@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from accelerate.utils import check_cuda_p2p_ib_support
@@ -13,9 +15,12 @@ from finetune.architecture.attention import AMPERE
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.gpu_environment import CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES, gpu_of_rank
 from finetune.launch.launcher import Launch
+from finetune.output_stream import one_line
 from finetune.recipe.schema import Recipe
 from finetune.wording import counted
 
+DRIVER = Path("/proc/driver/nvidia/version")
+OLDER_WHEELS = "for an older driver or card: pip install torch --index-url https://download.pytorch.org/whl/cu126"
 ADA = (8, 9)  # the first compute capability with products in float8
 
 
@@ -30,6 +35,12 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
     _check_workspace(recipe)
     _check_gpu_for_each(launch)
     own_gpus = sorted({gpu_of_rank(rank) for rank in (*range(launch.local_world_size), launch.local_rank)})
+    for index in own_gpus:
+        if kernels := kernels_of_others(index):
+            raise EnvironmentMismatch(
+                f"launch: this torch has kernels for {kernels}, and none for "
+                f"{torch.cuda.get_device_name(f'cuda:{index}')}; install a wheel that has some: {OLDER_WHEELS}"
+            )
     capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in own_gpus)
     if recipe.model.load_in_fp8 and capability < ADA:
         raise EnvironmentMismatch(
@@ -44,6 +55,28 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
         f"{key}: bfloat16 begins with compute capability 8.0 (Ampere), {torch.cuda.get_device_name(f'cuda:{index}')} "
         f"has {capability[0]}.{capability[1]} and would emulate it; set {' '.join(remedies)}"
     )
+
+
+def kernels_of_others(index: int) -> str:
+    """The kernels that torch has, if none runs on this GPU; else empty.
+
+    sm_75 runs on capabilities 7.5 to 7.9, so not on a V100 (7.0). compute_90 is compiled there, for 9.0 and later.
+    """
+    capability, kernels = torch.cuda.get_device_capability(f"cuda:{index}"), torch.cuda.get_arch_list()
+    for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(kernels)):
+        needed = divmod(int(number), 10)
+        if needed <= capability and (kind == "compute" or needed[0] == capability[0]):
+            return ""
+    return ", ".join(kernels)
+
+
+def why_torch_sees_no_gpu(driver: Path = DRIVER) -> str:
+    """A clause for machines with an NVIDIA driver that torch cannot use; empty where there is no driver."""
+    if not driver.is_file():
+        return ""
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for the CPU"
+    installed = one_line(driver.read_text("utf-8", "replace").partition("\n")[0], 120)
+    return f"torch {torch.__version__}, {built}, sees no GPU behind this driver: {installed}; {OLDER_WHEELS}"
 
 
 def _check_workspace(recipe: Recipe) -> None:

@@ -73,7 +73,7 @@ from finetune.training.objectives import objective_of
 from finetune.training.run import Checkpoints, Forwards, Run, StepParts, steps_of
 from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples
-from finetune.training.start import BASE_FORMATS, Start, own_gpus
+from finetune.training.start import BASE_FORMATS, Start
 from finetune.training.worst_step import compare_fast_paths, measured_phases, worst_step_first
 from finetune.wording import recomputation_in_words
 
@@ -300,8 +300,9 @@ def agree_on_reduction(accelerator: Accelerator, start: Start) -> Start:
         return start
     from finetune.closed_form.recomputation import Reduction, choose_reduction
 
-    ranks, memory = start.launch.local_world_size, memory_of(accelerator.device).total
-    chosen = choose_reduction(start.recipe, start.strategy, own_gpus(start.launch), ranks=ranks, memory=memory)
+    ranks = start.launch.local_world_size
+    memory = start.gpus.memory if start.gpus else memory_of(accelerator.device).total
+    chosen = choose_reduction(start.recipe, start.strategy, start.gpus, ranks=ranks, memory=memory)
     once = holds_on_all(accelerator, chosen is not None and chosen.once)
     if chosen is None:
         return start
@@ -419,6 +420,8 @@ def _begin_receipt(start: Start, accelerator: Accelerator, assembled: Assembled,
         "local_world_size": start.launch.local_world_size,
         "batch": start.plan.facts(start.prepared.train) | steps_of(start.recipe, start.plan.total_steps),
     }
+    if start.gpus is not None:
+        content["counted_memory"] = start.gpus.memory  # of this rank's GPU, by `auto`
     if start.adapter is not None:
         content["adapter"] = start.adapter.facts()
     if start.writes:

@@ -100,6 +100,7 @@ class Choices:
     rows: Mapping[str, Any]  # likewise, for the rows of a micro-batch
     probed: Mapping[str, Any]  # the probe's result for the model
     adapter: StartAdapter | None  # a new run starts from it
+    gpus: Gpus | None  # with the memory that `auto` counts on; None: a CPU
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Start:
     recomputation: Mapping[str, Any]  # what `auto` chose, with its reason; empty if the recipe names it
     rows: Mapping[str, Any]  # likewise, for the rows of a micro-batch
     formats: ChosenFormats  # what `auto` chose
+    gpus: Gpus | None = None  # with the memory that `auto` counts on; None: a CPU
     reduction: Mapping[str, Any] = field(default_factory=dict)  # how often FSDP2 reduces gradients, and why
     scored: ScoredSet | None = None  # rows whose answers are scored in training
     mirror: Mirror | None = None  # rank 0's copy of the run on its storage
@@ -179,14 +181,15 @@ def choose(checked: Checked) -> Choices:
             _note(launch, f"{moved}; this run goes on with its own base, {recipe.model.revision[:12]}")
     recipe = at_recorded_commit(recipe, base)
 
-    recipe, recomputation, rows = own_split(recipe, launch)
+    gpus = own_gpus(recipe, launch)
+    recipe, recomputation, rows = own_split(recipe, launch, gpus)
     probed = probe(recipe, checked.device).as_json()
     adapter = None
     if recipe.model.adapter is not None:
         from finetune.training.start_adapter import find_start_adapter
 
         adapter = find_start_adapter(recipe)
-    return Choices(checked, recipe, tokenizer, base, recomputation, rows, probed, adapter)
+    return Choices(checked, recipe, tokenizer, base, recomputation, rows, probed, adapter, gpus)
 
 
 def prepare(choices: Choices) -> Start:
@@ -246,12 +249,13 @@ def prepare(choices: Choices) -> Start:
         recomputation=choices.recomputation,
         rows=choices.rows,
         formats=checked.formats,
+        gpus=choices.gpus,
         scored=scored,
         mirror=mirror,
     )
 
 
-def own_split(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[str, Any], Mapping[str, Any]]:
+def own_split(recipe: Recipe, launch: Launch, gpus: Gpus | None) -> tuple[Recipe, Mapping[str, Any], Mapping[str, Any]]:
     """`auto`'s choices for this rank's device: the recipe, and the facts about recomputation and rows.
 
     A resumed run keeps its rows if they fit. training/session.py takes the choice of the rank with the least memory.
@@ -260,7 +264,6 @@ def own_split(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[str, Any]
         return recipe, {}, {}
     from finetune.closed_form.recomputation import choose_recomputation, rows_facts
 
-    gpus = own_gpus(launch)
     chosen = choose_recomputation(recipe, gpus, ranks=launch.local_world_size)
     rows, before = dict(chosen.rows_facts), _rows_of_run(recipe)
     if rows and before is not None and before < rows["runs"]:
@@ -274,24 +277,38 @@ def own_split(recipe: Recipe, launch: Launch) -> tuple[Recipe, Mapping[str, Any]
     return chosen.recipe, chosen.facts, rows
 
 
-def own_gpus(launch: Launch) -> Gpus | None:
-    """The GPUs that this launch runs on, each with this rank's memory; None: a CPU."""
+def own_gpus(recipe: Recipe, launch: Launch) -> Gpus | None:
+    """The GPUs that this launch runs on, each with the memory that this rank may count on; None: a CPU.
+
+    A desktop or another program holds a part of it. A resumed run counts as its first start did, so its choices stay.
+    """
+    from finetune.closed_form.constants import CUDA_CONTEXT
     from finetune.recipe.gpus import Gpus
 
     device = device_of(launch)
     if device.type != "cuda":
         return None
-    return Gpus(launch.local_world_size, memory_of(device).total, "GPU", launch.nodes)
+    memory = memory_of(device)
+    receipt = _receipt_of_run(recipe)
+    # This process has a context already, which the closed form counts too. Runs of 1.0 counted the whole memory.
+    counted = memory.total if receipt else memory.total - max(0, memory.others - CUDA_CONTEXT)
+    recorded = receipt.get("counted_memory")
+    if type(recorded) is int:
+        counted = min(memory.total, recorded)
+    return Gpus(launch.local_world_size, counted, "GPU", launch.nodes)
+
+
+def _receipt_of_run(recipe: Recipe) -> dict[str, Any]:
+    """The receipt of the run that is resumed; empty for a new one."""
+    receipt = _recorded_in(recipe) / "receipt.json"
+    if recipe.training.resume == "never" or not receipt.is_file():
+        return {}
+    return read_object(receipt, MOST_RECORD_BYTES)
 
 
 def _rows_of_run(recipe: Recipe) -> int | None:
     """The rows of a micro-batch of the run that is resumed; None for a new one."""
-    if recipe.training.resume == "never":
-        return None
-    receipt = _recorded_in(recipe) / "receipt.json"
-    if not receipt.is_file():
-        return None
-    batch = read_object(receipt, MOST_RECORD_BYTES).get("batch")
+    batch = _receipt_of_run(recipe).get("batch")
     rows = batch.get("per_device_batch_size") if isinstance(batch, dict) else None
     return rows if type(rows) is int and rows > 0 else None
 

@@ -49,15 +49,17 @@ def segments_explained() -> Iterator[None]:
 
 def refused_segments(error: Exception) -> EnvironmentMismatch | None:
     """A one-line error if a driver without virtual memory management refuses the first allocation in an expandable
-    segment; None for other errors. Some virtual GPUs and WSL 2 have such drivers."""
+    segment; None for other errors. Some virtual GPUs have such drivers, and WSL 2 answers with an unknown error."""
     text = str(error)
-    if not isinstance(error, RuntimeError) or "CUDA" not in text or "operation not supported" not in text:
+    first = next(iter(text.splitlines()), "")
+    is_driver = "CUDA driver error" in first and "out of memory" not in first
+    if not isinstance(error, RuntimeError) or not (is_driver or ("CUDA" in text and "operation not supported" in text)):
         return None
     settings = [value for name, value in os.environ.items() if name.endswith("_ALLOC_CONF")]
     if not any("expandable_segments:true" in value.replace(" ", "").lower() for value in settings):
         return None
     return EnvironmentMismatch(
-        "launch: this GPU's driver refuses expandable segments of memory (CUDA: operation not supported); start again "
+        f"launch: this GPU's driver refuses expandable segments of memory ({one_line(first, 100)}); start again "
         "after `export PYTORCH_ALLOC_CONF=expandable_segments:False`"
     )
 

@@ -246,7 +246,8 @@ def test_a_compiled_block_computes_the_same() -> None:
     use_float8(model, CPU)
     compute_adapters(model, unpacked_weight)
     expected = results(model)
-    found = results(torch.compile(model, backend="aot_eager", fullgraph=True))
+    # As decoder layers are compiled. Then dynamo makes a symbol of a module's float.
+    found = results(torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True))
     for name, each in expected.items():
         name = name if name in found else f"_orig_mod.{name}"
         torch.testing.assert_close(found[name], each, rtol=1e-4, atol=1e-4)

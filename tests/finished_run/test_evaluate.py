@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.cli.main import main
 from finetune.finished_run import EvalRequest, by_ranks, evaluation
+from finetune.finished_run import load as load_module
 from finetune.finished_run.by_ranks import Computing
 from finetune.finished_run.load import finished_run as load_run
 from finetune.train import main as train
@@ -104,6 +107,27 @@ def test_the_base_answers_alike_whatever_run_it_is_compared_with(
     with pytest.raises(NotImplementedError):
         evaluation.measure(load_run(run), Computing(torch.device("cpu")), asked, print, print)
     assert opened.call_args.kwargs["with_loss"] is True
+
+
+def test_one_model_is_in_memory_at_a_time(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Base and tuned model of an all-weights run: 8B in bfloat16 would take 32 GB instead of 16."""
+    run = finished_run(tmp_path, tiny_llama, lora=None)
+    alive: list[weakref.ref[Any]] = []
+    load = load_module.load_whole
+
+    def counted(*args: Any, **options: Any) -> Any:
+        gc.collect()
+        assert [ref() for ref in alive if ref() is not None] == []
+        model = load(*args, **options)
+        alive.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(load_module, "load_whole", counted)
+    measured = evaluation.measure(
+        load_run(run), Computing(torch.device("cpu")), EvalRequest(generate=False), lambda _: None, lambda _: None
+    )
+    assert len(alive) == 2
+    assert measured[0]["held_out"]["base"]["loss"] != measured[0]["held_out"]["tuned"]["loss"]
 
 
 def test_without_held_out_rows(tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from finetune.errors import EnvironmentMismatch
+from finetune.launch import gpu_environment
 from finetune.launch.gpu_environment import (
     ALLOCATOR_VARIABLES,
     COMPILE_WORKERS,
     CUBLAS_VARIABLE,
     expands_segments,
+    on_wsl,
     set_gpu_environment,
     share_compile_workers,
 )
@@ -42,6 +44,20 @@ def test_what_the_user_set_stays(chosen: dict[str, str], deterministic: bool, ex
     environment = dict(chosen)
     set_gpu_environment(deterministic=deterministic, environment=environment)
     assert environment == expected
+
+
+def test_wsl_gets_no_expandable_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drivers answer "unknown error" or "device not ready" to the first allocation."""
+    release = tmp_path / "osrelease"
+    for text, wsl in (("6.6.87.2-microsoft-standard-WSL2\n", True), ("6.8.0-45-generic\n", False)):
+        release.write_text(text)
+        assert on_wsl(release) == wsl
+    assert not on_wsl(tmp_path / "none")
+    monkeypatch.setattr(gpu_environment, "on_wsl", lambda: True)
+    environment: dict[str, str] = {}
+    set_gpu_environment(deterministic=False, environment=environment)
+    assert environment == {}
+    assert not expands_segments(environment)
 
 
 @pytest.mark.parametrize(

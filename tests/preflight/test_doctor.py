@@ -29,6 +29,7 @@ from finetune.preflight.doctor import Finding, as_text, examine_machine, scope
 from finetune.recipe.loader import load_recipe
 from finetune.redaction import redact, variables
 from finetune.strategies.accelerator import check_launch
+from finetune.strategies.gpu_needs import OLDER_WHEELS
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN, WRITER
 from tests.support.stand_ins.pretend_cuda import pretended_cuda
@@ -152,7 +153,7 @@ def test_a_gpu_that_torch_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
         ("devices", "ok", "GPU 0: Card 0, 80.0 of 80.0 GiB free, bf16 yes"),
         ("wheels", "ok", f"torch {torch.__version__}, built for 13.0"),
     ]
-    assert (old.state, old.remedy) == ("bad", "install another wheel")
+    assert (old.state, old.remedy) == ("bad", OLDER_WHEELS)
 
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B-Instruct}\ndata: {train: [{path: json, data_files: x.jsonl}]}\n"

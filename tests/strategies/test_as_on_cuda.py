@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +26,7 @@ from finetune.strategies.gpu_needs import check_gpus
 from finetune.strategies.zero_requirements import compile_ahead, compile_engine
 from finetune.training.memory_report import describe_memory, memory_facts
 from finetune.training.plan_request import PlanRequest
-from finetune.training.start import own_split
+from finetune.training.start import own_gpus
 from tests.support.runs import launching
 from tests.support.runs.one_rank import as_before, let_deepspeed_choose_the_cpu
 from tests.support.runs.recipes import least_recipe
@@ -124,7 +125,32 @@ def test_ranks_compute_on_the_gpus_that_they_see(
         assert device_of(launch) == torch.device("cuda", expected[rank])
         check_gpus(least_recipe("x"), launch)
         # The first that asks for the GPU's memory.
-        own_split(least_recipe("x", output_dir="run", training={"activation_checkpointing": "auto"}), launch)
+        own_gpus(least_recipe("x", output_dir="run"), launch)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_auto_counts_no_memory_that_others_hold_and_counts_alike_when_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A desktop holds 1.5 GB of a 24 GB card. This process's own context (0.5 GB) is in the plan already."""
+    total, context = 24 << 30, 500_000_000
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    recipe = least_recipe("x", output_dir=str(tmp_path / "run"), training={"resume": "auto"})
+
+    def counted(held: int, **receipt: Any) -> int:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - context - held, total))
+        if receipt:
+            Path(recipe.run_dir).mkdir(exist_ok=True)
+            (Path(recipe.run_dir) / "receipt.json").write_text(json.dumps(receipt))
+        gpus = own_gpus(recipe, launching.ALONE)
+        assert gpus is not None
+        return int(gpus.memory)
+
+    assert counted(0) == total
+    assert counted(1_500_000_000) == total - 1_500_000_000
+    assert counted(9_000_000_000, counted_memory=total - 1_500_000_000) == total - 1_500_000_000
+    assert counted(9_000_000_000, batch={}) == total  # a run of 1.0
+    assert counted(0, counted_memory=80 << 30) == total  # resumed on a smaller card
 
 
 @pytest.mark.usefixtures("gpus")

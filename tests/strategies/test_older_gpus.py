@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from finetune.architecture import attention
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.loader import load_recipe
-from finetune.strategies.accelerator import check_launch
-from finetune.strategies.gpu_needs import check_gpus
+from finetune.strategies import gpu_needs
+from finetune.strategies.accelerator import check_has_gpu, check_launch
+from finetune.strategies.gpu_needs import check_gpus, why_torch_sees_no_gpu
 from tests.support.runs import launching
 from tests.support.runs.recipes import half_recipe
 
@@ -171,3 +173,39 @@ def test_more_ranks_than_gpus_are_refused_where_all_see_the_same(
         assert check_launch(half_recipe(accelerate_config="single"), fewer).kind == "single"
     # srun --gpus-per-task=1, or two sockets with half of the GPUs each: not known to be the same.
     assert check_launch(recipe, replace(launch, words=("srun", "python"), shares_gpus=False)).kind == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "capability", "refused"),
+    [
+        (["sm_75", "sm_80", "sm_90"], (7, 0), True),
+        (["sm_75", "sm_80", "sm_90"], (6, 0), True),
+        (["sm_75", "sm_80", "compute_120"], (12, 0), False),
+        (["sm_75", "sm_80"], (8, 6), False),
+        ([], (7, 0), False),
+    ],
+)
+def test_a_card_without_kernels_is_one_line(
+    kernels: list[str], capability: tuple[int, int], refused: bool, gpus: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V100 and P100 under wheels for CUDA 13: else "no kernel image is available", in the first kernel."""
+    gpus.append(capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: kernels)
+    recipe = half_recipe(training={"mixed_precision": "fp16"}, model={"name_or_path": "x", "dtype": "float16"})
+    if not refused:
+        check_gpus(recipe, ALONE)
+        return
+    with pytest.raises(EnvironmentMismatch, match=r"kernels for sm_75.* none for Card 0; install a wheel"):
+        check_gpus(recipe, ALONE)
+
+
+def test_a_driver_that_torch_is_too_new_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_torch_sees_no_gpu(tmp_path / "none") == ""
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01\nGCC version: 12\n")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "built for CUDA 13.0, sees no GPU behind this driver: NVRM" in why_torch_sees_no_gpu(tmp_path / "version")
+    assert "535.183.01; for an older driver or card: pip install" in why_torch_sees_no_gpu(tmp_path / "version")
+    monkeypatch.setattr(gpu_needs, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(gpu_needs.why_torch_sees_no_gpu, "__defaults__", (tmp_path / "version",))
+    with pytest.raises(EnvironmentMismatch, match=r"^budget: torch .* sees no GPU behind this driver.*budget.gpus=0$"):
+        check_has_gpu(half_recipe(budget={"gpus": 1}), ALONE)

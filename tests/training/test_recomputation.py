@@ -106,7 +106,7 @@ def test_the_rows_of_a_micro_batch_are_chosen_kept_and_planned_to_the_byte(
     for before, gib, kept in ((1, 1000.0, "began with it"), (2, 0.01, "; it was 2 before")):
         free_memory(monkeypatch, gib)
         began = loaded.model_copy(update={"output_dir": str(recipe.parent.parent / str(before) / "run")})
-        chosen, _, facts = own_split(began, ALONE)
+        chosen, _, facts = own_split(began, ALONE, None)
         assert chosen.training.rows_at_once == facts["runs"] == 1
         assert kept in facts["line"]
 

@@ -14,6 +14,8 @@ from tests.support.runs.recipes import least, write_recipe
 
 SAID = [
     RuntimeError("CUDA driver error: operation not supported"),
+    RuntimeError("CUDA driver error: unknown error"),
+    RuntimeError("CUDA driver error: device not ready"),
     torch.AcceleratorError("CUDA error: operation not supported\nCUDA kernel errors might be asynchronously reported"),
 ]
 OTHERS = [

@@ -26,8 +26,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST_FLOAT8 = 448.0  # torch.finfo(FLOAT8).max
-SMALLEST_SCALE = 2.0**-100  # of a row of zeros
 MULTIPLE = 16  # of both sides of a weight: the kernels' own condition
 
 
@@ -37,7 +35,9 @@ def quantise_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     A row (-1, 2) has the scale 2 / 448. Its numbers become -224 and 448.
     """
     largest = matrix.abs().amax(dim=1, keepdim=True).float()
-    scale = (largest / LARGEST_FLOAT8).clamp(min=SMALLEST_SCALE)
+    # torch.finfo(FLOAT8).max, and a scale for a row of zeros. Literals: with dynamic shapes dynamo makes a symbol of a
+    # module's float, which an autograd.Function cannot take in.
+    scale = (largest / 448.0).clamp(min=2.0**-100)
     # A quotient is 448 and a rounding of float32 at most. The conversion makes 448 of all below 464, and NaN of others.
     return (matrix / scale).to(FLOAT8), scale
 

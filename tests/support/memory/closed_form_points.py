@@ -51,7 +51,7 @@ def recipe_of(point: tuple[Any, ...]) -> tuple[Recipe, Gpus]:
     four_bit = Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16") if method == "qlora" else None
     recipe = Recipe(
         accelerate_config=strategy,
-        model=ModelSection(name_or_path=model),
+        model=ModelSection(name_or_path=model, load_in_fp8=method == "lora fp8"),
         quantization=four_bit,
         lora=None if method.startswith("full") else Lora(),
         data=Data(train=[DataSet(path="json", data_files="unused.jsonl")], max_length=length),
