@@ -19,8 +19,9 @@ from finetune.cli.main import main
 from finetune.data.chat import Chat, Passage
 from finetune.files import read_lines
 from finetune.finished_run import endpoint as module
-from finetune.finished_run.endpoint import KEY, Endpoint, reply_of
+from finetune.finished_run.endpoint import KEY, Endpoint, reply_of, server_notes
 from finetune.finished_run.load import finished_run as finished
+from finetune.model.generate import Answer
 from finetune.output_stream import REPLACEMENT
 from finetune.scoring.texts import without_thoughts
 from tests.support.runs.finished import finished_run
@@ -522,3 +523,9 @@ def test_a_list_that_never_ends(run: Path, server: OpenAI, monkeypatch: pytest.M
     began = time.monotonic()
     assert main(["chat", str(run), "--endpoint", server.url, "--prompt", "why"]) == 4
     assert time.monotonic() - began < 8
+
+
+def test_of_several_cut_prompts_the_one_that_lost_most_is_named() -> None:
+    answers = [Answer("", True, [], prompt_tokens=read) for read in (100, 64, 600)]
+    (note,) = server_notes(answers, [600, 580, 601])
+    assert note == "the server cut 2 prompts; of one it read 64 of 580 tokens; give it a longer context"

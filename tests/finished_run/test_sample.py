@@ -689,17 +689,17 @@ def test_columns_that_may_be_read_in_two_ways(
     run: Path, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The remedy that a refusal names is an option of this command, with a model and with a run."""
-    rows = read_lines(run.parent / "tasks.jsonl")[:2]
+    rows = read_lines(run.parent / "tasks.jsonl")[:4]
     data = tmp_path / "tasks.jsonl"
     data.write_text(
-        "".join(json.dumps(row | {"want": ["yes", "no"][at]}) + "\n" for at, row in enumerate(rows)), "utf-8"
+        "".join(json.dumps(row | {"want": ["yes", "no"][at % 2]}) + "\n" for at, row in enumerate(rows)), "utf-8"
     )
     asked = ["--data", str(data), "-o", str(tmp_path / "out"), "--n", "2", "--max-new-tokens", "3", "--metric", "exact"]
     assert main(["sample", str(base), *asked]) == 2
     remedy = ["--columns", "{messages: messages}"]
     assert f"say which: {remedy[0]} '{remedy[1]}'" in " ".join(capsys.readouterr().err.split())
     assert main(["sample", str(base), *asked, *remedy]) == 0
-    assert len(read_lines(tmp_path / "out/answers.jsonl")) == 2
+    assert len(read_lines(tmp_path / "out/answers.jsonl")) == 4
     asked[3] = str(tmp_path / "by-run")
     data.write_text("".join(json.dumps({"a": each, "b": "it", **rows[0]}) + "\n" for each in ("yes", "no")), "utf-8")
     assert main(["sample", str(run), *asked, "--columns", "instruction=a,output=b"]) == 0
