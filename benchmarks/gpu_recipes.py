@@ -86,8 +86,8 @@ class Way:
 
 
 def find_way(name: str) -> Way | None:
-    """The way that a step's name says: RECIPE or `dpo`, then any of :eager, :auto, :fp8, :profile, :again, :rows=N. None: no such
-    recipe or ending. Raises RecipeError where the recipe refuses N."""
+    """The way that a step's name says: RECIPE or `dpo`, then any of :eager, :auto, :fp8, :profile, :again and :rows=N.
+    None: no such recipe or ending. Raises RecipeError where the recipe refuses N."""
     first, *endings = name.split(":")
     path = recipes().get(DPO_RECIPE if first == DPO else first)
     if path is None or len(set(endings)) < len(endings):
