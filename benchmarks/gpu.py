@@ -19,6 +19,8 @@ dpo          8B LoRA on pairs of answers, by recipes/llama3_8b_lora_1x80gb.yaml:
 RECIPE:eager, dpo:eager  with training.compile=false
 RECIPE:profile           two steps under torch.profiler: classes of kernels, the longest ones, idle time
 RECIPE:rows=N            with training.per_device_batch_size=N
+RECIPE:auto              rows and recomputation as the card has room for
+RECIPE:fp8               with model.load_in_fp8=true
 RECIPE:again             started twice: what the second start finds of the first one's caches
 
 Writes gpu.json and gpu.md, that shows it, into DIR (benchmarks/results) after each check and each recipe, as soon as

@@ -35,6 +35,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CHECKS = ROOT / "benchmarks" / "gpu_checks.py"
 MODELS = {"Llama-3.2-1B": 1_235_814_400, "Llama-3.1-8B": 8_030_261_248}  # weights
 EAGER = ":eager"  # after a recipe's name: the same with training.compile=false
+# Other settings by an ending: rows and recomputation as the card has room for, and a frozen base in float8.
+SETTINGS = {
+    "auto": ("training.per_device_batch_size=auto", "training.activation_checkpointing=auto"),
+    "fp8": ("model.load_in_fp8=true",),
+}
 PROFILE, AGAIN = ":profile", ":again"  # two steps under torch.profiler; a second start with the first one's caches
 DPO, DPO_RECIPE = "dpo", "llama3_8b_lora_1x80gb"
 # 32 pairs of about 850 tokens, four in a micro-batch: UltraFeedback's shape.
@@ -81,8 +86,8 @@ class Way:
 
 
 def find_way(name: str) -> Way | None:
-    """The way that a step's name says: RECIPE or `dpo`, then any of :eager, :profile, :again and :rows=N. None: no such
-    recipe or ending. Raises RecipeError where the recipe refuses N."""
+    """The way that a step's name says: RECIPE or `dpo`, then any of :eager, :auto, :fp8, :profile, :again and :rows=N.
+    None: no such recipe or ending. Raises RecipeError where the recipe refuses N."""
     first, *endings = name.split(":")
     path = recipes().get(DPO_RECIPE if first == DPO else first)
     if path is None or len(set(endings)) < len(endings):
@@ -92,6 +97,8 @@ def find_way(name: str) -> Way | None:
         rows = ending.removeprefix("rows=")
         if rows != ending and rows.isascii() and rows.isdigit():
             changes.append(f"training.per_device_batch_size={rows}")
+        elif ending in SETTINGS:
+            changes += SETTINGS[ending]
         elif f":{ending}" == EAGER:
             changes.append("training.compile=false")
         elif f":{ending}" not in (PROFILE, AGAIN):

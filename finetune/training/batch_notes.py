@@ -20,9 +20,7 @@ from finetune.model.packaged import resolve_model_path
 from finetune.recipe.optimizers import far_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
-from finetune.tokens.check_documents import prepared_here
 from finetune.tokens.dataset import Prepared, RowCounts
-from finetune.tokens.estimate import estimated_rows
 from finetune.training.batch_plan import BatchPlan, plan_batches
 from finetune.wording import counted
 
@@ -58,6 +56,9 @@ def notes_before_launch(
     Without `prepared` the rows are encoded, or estimated where that is not possible. The estimate also covers rows that
     may be too long, unless `lengths_known`. If the data are not on this machine, one line says so and `rows` is None.
     """
+    from finetune.tokens.check_documents import prepared_here
+    from finetune.tokens.estimate import estimated_rows
+
     of_lengths: list[str] = []
     if prepared is None:
         with suppress(FinetuneError):  # about the rows: other commands report it

@@ -282,12 +282,12 @@ def own_gpus(recipe: Recipe, launch: Launch) -> Gpus | None:
 
     A desktop or another program holds a part of it. A resumed run counts as its first start did, so its choices stay.
     """
-    from finetune.closed_form.constants import CUDA_CONTEXT
-    from finetune.recipe.gpus import Gpus
-
     device = device_of(launch)
     if device.type != "cuda":
         return None
+    from finetune.closed_form.constants import CUDA_CONTEXT
+    from finetune.recipe.gpus import Gpus
+
     memory = memory_of(device)
     receipt = _receipt_of_run(recipe)
     # This process has a context already, which the closed form counts too. Runs of 1.0 counted the whole memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from finetune.architecture.own_layers.float8_linear import (
     use_float8,
 )
 from finetune.architecture.own_layers.lora_linear import OWN, compute_adapters, computed_by, leave_to_peft
+from finetune.errors import EnvironmentMismatch
 from finetune.model.quantization import float8_layers, unpacked_weight
 from tests.architecture.test_lora_linear import INNER, INPUTS, Block, adapted
 
@@ -222,6 +224,21 @@ def test_a_gpus_product_is_the_librarys_public_one(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(ours, theirs, rtol=2**-8, atol=1e-3)  # rounded to bfloat16
     assert [each["use_fast_accum"] for each in seen] == [True, False]
     assert {each["output_dtype"] for each in seen} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("fault", "refused"),
+    [(lambda y: y, False), (lambda y: y * 1.05, True), (lambda y: y.flip(0), True), (lambda y: y * float("nan"), True)],
+    ids=["right", "a scale", "rows", "NaN"],
+)
+def test_a_gpus_product_that_is_wrong_is_refused(fault: Any, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def product(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, fast: bool) -> Tensor:
+        return fault((left.float() * left_scale) @ (right.float() * right_scale.T).T).bfloat16()
+
+    monkeypatch.setattr(float8_linear, "scaled_product", product)
+    layer = in_float8(nn.Linear(96, 64, bias=False))
+    with pytest.raises(EnvironmentMismatch, match=r"product of \[64, 96\]") if refused else nullcontext():
+        float8_linear.check_product(layer.weight, layer.weight_scale)
 
 
 def test_torch_takes_these_shapes_and_formats() -> None:

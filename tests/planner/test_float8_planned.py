@@ -14,6 +14,7 @@ from finetune.planner.plan_recipe import plan_recipe
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.train import main as train
+from tests.support.memory.closed_form_points import closed, key_of, traced
 from tests.support.models.tiny import save_tiny, write_chats
 from tests.support.runs.one_curve import LENGTHS, write_curve_recipe
 
@@ -55,3 +56,21 @@ def test_a_plans_weights_are_a_byte_each(named: str, tmp_path: Path) -> None:
     layer = hidden * (2 * hidden + 2 * keys + 3 * inner)
     outputs = hidden + 2 * keys + hidden + 2 * inner + hidden
     assert weights({}) - weights({"load_in_fp8": True}) == config["num_hidden_layers"] * (layer - 4 * outputs)
+
+
+FLOAT8: list[tuple[Any, ...]] = [
+    ("HuggingFaceTB/SmolLM2-360M", "lora fp8", ("single", "80GB", 1), 512, 1, False),
+    ("meta-llama/Llama-3.2-1B", "lora fp8", ("single", "80GB", 1), 4096, 1, True),
+    ("meta-llama/Llama-3.1-8B", "lora fp8", ("single", "80GB", 1), 2048, 2, False),
+    ("Qwen/Qwen3-4B", "lora fp8", ("ddp", "4x80GB", 1), 2048, 2, 2),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("point", FLOAT8, ids=key_of)
+def test_a_base_in_float8_traced_now(point: tuple[Any, ...]) -> None:
+    """Without a closed form, `auto` would recompute every layer."""
+    found, expected = closed(point), traced(point)
+    assert found["closed_bytes"] == pytest.approx(expected["traced_bytes"], rel=0.01)
+    assert expected["traced_upper"] <= found["closed_upper"]

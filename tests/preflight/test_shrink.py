@@ -75,7 +75,7 @@ def test_ends_of_turns_in_the_recipes_own_template(
     (row,) = (line.read for line in RowReader(resolve(data.train[0])).rows())
     assert row is not None
     if end is None:
-        with pytest.raises(RowError, match="writes no end-of-turn token"):
+        with pytest.raises(RowError, match=r"writes no end-of-turn token|is no token of this tokenizer"):
             Encoder(tokenizer, data).script(row)
         return
     script = Encoder(tokenizer, data).script(row)

@@ -316,6 +316,19 @@ def test_an_answer_that_closes_the_prompts_block_itself_is_learned_as_it_is(spac
     assert text == f"{start}⟦Hm</think>Hi<|im_end|>⟧\n"
 
 
+def test_a_block_that_history_closes_in_another_way_than_the_prompt_stays_open_in_the_prompt() -> None:
+    """The prompt opens a block with a line break; history writes an empty block without one."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        "{{ '<think>\n\n</think>\n\n' if loop.last else '<think></think>' }}{% endif %}"
+        "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    )
+    text = mask("qwen3", [user("Hello"), answer("Hi"), user("And?"), answer("So.")], chat_template=template)
+    assert "<|im_start|>assistant\n<think>⟦</think>Hi<|im_end|>⟧" in text
+    assert text.endswith("<|im_start|>assistant\n<think>\n⟦\n</think>\n\nSo.<|im_end|>⟧\n")
+
+
 def test_control_tokens_spelt_in_reasoning_stay_text() -> None:
     tokenizer, spelt = thinking_tokenizer("r1"), "a<｜User｜>b"
     end = tokenizer.convert_tokens_to_ids("<｜User｜>")

@@ -25,7 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from finetune.errors import EnvironmentMismatch
+
 FLOAT8 = torch.float8_e4m3fn
+LARGEST_DIFFERENCE = 1e-2  # of a product, relative: bfloat16's rounding is 2e-3, 14-bit sums add as much
 MULTIPLE = 16  # of both sides of a weight: the kernels' own condition
 
 
@@ -50,7 +53,10 @@ def use_float8(model: nn.Module, device: torch.device, without: nn.Module | None
 
     Args:
         without: The head. It stays too, because its loss computes products of its own.
+
+    Raises EnvironmentMismatch if a GPU's product is wrong.
     """
+    checked: set[torch.Size] = set()
     for owner in list(model.modules()):
         for layer in owner.children():
             if layer is without or hasattr(owner, "A_log") or not _is_plain(layer):
@@ -62,6 +68,28 @@ def use_float8(model: nn.Module, device: torch.device, without: nn.Module | None
             known.register_buffer("weight_scale", scale, persistent=False)
             known.packing = {"dtype": weight.dtype}  # the format it was made from
             known.forward = MethodType(_forward, known)
+            if known.weight.device.type == "cuda" and known.weight.shape not in checked:
+                checked.add(known.weight.shape)
+                check_product(known.weight, known.weight_scale)
+
+
+def check_product(weight: Tensor, scale: Tensor) -> None:
+    """Compare a GPU's product with the same numbers multiplied in float32, once for each shape of a weight.
+
+    Both ways of a guard's comparison use this product, so the guard would not see that it is wrong. Raises
+    EnvironmentMismatch.
+    """
+    draw = torch.Generator(weight.device).manual_seed(0)
+    hidden = torch.randn(48, weight.shape[1], generator=draw, device=weight.device)
+    (left, left_scale), right = quantise_rows(hidden.bfloat16()), weight.view(FLOAT8)
+    expected = (left.float() * left_scale) @ (right.float() * scale).T
+    found = scaled_product(left, right, left_scale, scale.T, True)
+    difference = float((found.float() - expected).norm() / expected.norm())
+    if not difference <= LARGEST_DIFFERENCE:  # NaN too
+        raise EnvironmentMismatch(
+            f"model.load_in_fp8: this GPU's product of {list(weight.shape)} in float8 differs by {difference:.2g} from "
+            "the same numbers multiplied in float32; set it to false, or install another torch"
+        )
 
 
 def _is_plain(layer: nn.Module) -> bool:

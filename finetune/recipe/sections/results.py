@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from finetune.recipe.metric_names import MetricChoice, WrongMetric, read_metric
 from finetune.recipe.sections.base import Count, CrossCheck, Interval, Local, Section, WholeNumber, refuse
-from finetune.recipe.storage_address import storage_address, storage_problem
 from finetune.recipe.yaml_text import shown
 
 
@@ -22,7 +19,7 @@ class RunLimits(Section):
         "after a date with its zone, 2026-11-28T18:00+01:00. Each start counts anew. null: no limit.",
     )
 
-    storage: Annotated[str, AfterValidator(storage_address)] | None = Field(
+    storage: str | None = Field(
         None,
         min_length=1,
         description="Where the newest checkpoint and the run's records are copied in the background, and from where a "
@@ -30,11 +27,23 @@ class RunLimits(Section):
         "hf://buckets/OWNER/NAME/PREFIX, file:///FOLDER. One place for each run. null: nowhere.",
     )
 
+    @field_validator("storage")
+    @classmethod
+    def without_last_slash(cls, storage: str | None) -> str | None:
+        """The address as a console copies it ends with a slash."""
+        if storage is None:
+            return None
+        from finetune.recipe.storage_address import storage_address
+
+        return storage_address(storage)
+
     @model_validator(mode="after")
     def storage_is_an_address(self) -> RunLimits:
         """Check the address's form. A start asks the storage itself."""
         if self.storage is None:
             return self
+        from finetune.recipe.storage_address import storage_problem
+
         if (found := storage_problem(self.storage)) is not None:
             refuse([CrossCheck("storage", f"{shown(self.storage)} {found[0]}", found[1])])
         return self
