@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from finetune.errors import EnvironmentMismatch
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST_DIFFERENCE = 1e-2  # of a product, relative: bfloat16's rounding is 2e-3, 14-bit sums add as much
+LARGEST_PRODUCT_DIFFERENCE = 1e-2  # of a product, relative: bfloat16's rounding is 2e-3, 14-bit sums add as much
 MULTIPLE = 16  # of both sides of a weight: the kernels' own condition
 
 
@@ -85,7 +85,7 @@ def check_product(weight: Tensor, scale: Tensor) -> None:
     expected = (left.float() * left_scale) @ (right.float() * scale).T
     found = scaled_product(left, right, left_scale, scale.T, True)
     difference = float((found.float() - expected).norm() / expected.norm())
-    if not difference <= LARGEST_DIFFERENCE:  # NaN too
+    if not difference <= LARGEST_PRODUCT_DIFFERENCE:  # NaN too
         raise EnvironmentMismatch(
             f"model.load_in_fp8: this GPU's product of {list(weight.shape)} in float8 differs by {difference:.2g} from "
             "the same numbers multiplied in float32; set it to false, or install another torch"
