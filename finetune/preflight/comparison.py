@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -353,10 +354,19 @@ def run_and_report(comparison: Comparison, *, quiet: bool) -> dict[str, Any]:
         result = compare(comparison, lambda name, steps: bars.update(tasks[name], completed=steps))
     if not quiet:
         print_table(result, rich_console())
+        if result["ranking"]:
+            print(f"train with the first row's settings:\n  {next_command(comparison, result)}")
     if not result["ranking"]:
         raise EnvironmentMismatch("compare: no row ran; compare.json has the reasons, the logs are in jobs/")
     draw(result, comparison.folder / "compare.png")
     return result
+
+
+def next_command(comparison: Comparison, result: dict[str, Any]) -> str:
+    """The command that trains the recipe with the best row's settings; a seed is no setting to choose."""
+    best = next(row for row in comparison.rows if row.name in result["ranking"][0]["rows"])
+    settings = [f"{key}={value}" for key, value in best.settings.items() if key != "training.seed"]
+    return shlex.join(["finetune", "train", str(comparison.recipe), *comparison.overrides, *settings])
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from finetune.preflight.comparison import (
     draw,
     figures,
     moved_per_step,
+    next_command,
     plan_comparison,
     print_table,
     ranking,
@@ -293,6 +295,14 @@ def rewarded(beta: str, accuracies: list[float], margins: list[float]) -> dict[s
     final = {"reward_accuracy": accuracies[-1], "reward_margin": margins[-1]}
     row = swept("1e-3", 1, [[6 * place, 0.7 - 0.01 * place] for place in range(len(accuracies))])
     return row | {"name": f"beta={beta}"} | {"held_out_rewards": points, "final_rewards": final}
+
+
+def test_the_next_command_has_the_best_rows_settings_and_no_seed(recipe: Path, tmp_path: Path) -> None:
+    comparison = planned(recipe, "lora={r: 4},null", seeds=2, overrides=["training.weight_decay=0.5"])
+    losses = dict(zip((row.name for row in comparison.rows), (3.0, 3.0, 1.0, 2.0), strict=True))
+    rows = [finished(name, loss) for name, loss in losses.items()]
+    words = ["finetune", "train", str(recipe), "training.weight_decay=0.5", "lora=null"]
+    assert shlex.split(next_command(comparison, result(*rows))) == words
 
 
 def test_rows_on_preferences_are_ranked_by_the_highest_reward() -> None:
