@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -324,6 +325,8 @@ def pick_in_words(
         loaded = load_recipe(Path(words[0]), overrides).formats_for(fastest_for(gpus.count))[0]
         start = loaded.path.read_text("utf-8-sig")
         wanted = candidates.for_recipe(loaded.recipe)
+        if re.search(r"^[^#\n]+#", start, re.MULTILINE):
+            note("--pick: the recipe's header stays, its comments beside keys do not")
     else:
         wanted = candidates.for_model(str(model))
     if options.price is not None:

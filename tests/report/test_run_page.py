@@ -303,6 +303,10 @@ def test_several_runs_have_one_colour_each_in_every_chart(tmp_path: Path) -> Non
         colours[name.partition(",")[0]].add(colour[:7])
     assert [len(each) for each in colours.values()] == [1, 1]
     assert not colours["one"] & colours["two"]
+    # The names stand once, beside the first of the charts.
+    page = report(runs)
+    assert page.count("one, held out") == page.count("one, mean of 5 steps") == 1
+    assert page.count("colours as above") >= 4
 
 
 def test_a_short_run_is_not_smoothed(tmp_path: Path) -> None:
