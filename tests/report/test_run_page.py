@@ -304,9 +304,8 @@ def test_several_runs_have_one_colour_each_in_every_chart(tmp_path: Path) -> Non
     assert [len(each) for each in colours.values()] == [1, 1]
     assert not colours["one"] & colours["two"]
     # The names stand once, beside the first of the charts.
-    page = report(runs)
-    assert page.count("one, held out") == page.count("one, mean of 5 steps") == 1
-    assert page.count("colours as above") >= 4
+    assert report(runs).count("colours as above") >= 3
+    assert "colours as above" not in report(runs[:1])
 
 
 def test_a_short_run_is_not_smoothed(tmp_path: Path) -> None:
