@@ -180,6 +180,13 @@ def test_each_measured_figure_of_readme_has_a_record_of_this_code_or_of_a_gpu() 
         assert f"kit of {date.day} {date:%B}" in line
 
 
+def test_the_phases_of_the_first_command_are_its_records() -> None:
+    runs, page = records.record("quickstart")["runs"], (records.ROOT / "docs/measured.md").read_text("utf-8")
+    for phase, figures in runs["avx512"]["phases"].items():
+        other = f"{runs['avx2, without setup']['phases'][phase]['cpu']:.1f}" if phase != "setup" else "as before"
+        assert f"| {phase} | {figures['cpu']:.1f} | {other} |" in page
+
+
 def test_the_page_of_results_is_what_its_records_say() -> None:
     """Else: python benchmarks/skills.py --page"""
     assert skills.PAGE.read_text("utf-8") == skills.page(records.record("skills"))
