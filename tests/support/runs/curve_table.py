@@ -173,8 +173,8 @@ def trained_cells(
         said = Path(f"{recipe}.rank0.said").read_text("utf-8")
         assert code in (0, 2, 4), f"{strategy} {method} {split}: {said}"
         if code:  # what the recipe alone decides has a place: recipe.yaml:1:757
-            reason = re.sub(r"^\S*recipe\.yaml:\d+:\d+: (.*)\n(?s:.*)", r"\1", said).strip()
-            yield Cell(strategy, method, split, reason=reason)
+            placed = re.search(r"recipe\.yaml:\d+:\d+: (.*)", said)
+            yield Cell(strategy, method, split, reason=placed[1] if placed else said.strip())
             continue
         assert_it_ran(strategy, METHODS[method], receipt_of(recipe))
         found, wanted = curve_of(recipe), curves[method]
