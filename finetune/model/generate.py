@@ -29,12 +29,13 @@ PICKED_ROWS = 64
 FIRST_ROUND = 128  # new tokens of each row before those that ended leave their batch
 # None overrides what the model's own generation settings say of sampling.
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-# Settings in a base's generation_config.json that change greedy answers. A run is measured without them, and its
-# exports are served without them.
-PENALTIES = ("repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size",
-             "exponential_decay_length_penalty", "min_length", "min_new_tokens", "bad_words_ids", "force_words_ids",
-             "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id",
-             "num_beams", "num_beam_groups", "penalty_alpha", "guidance_scale", "dola_layers")  # fmt: skip
+# Settings in a base's generation_config.json that change greedy answers, and the value with which they do not. A run is
+# measured without them, and its exports are served without them.
+PENALTIES = {"repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "num_beams": 1,
+             "encoder_no_repeat_ngram_size": 0, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1,
+             "min_length": 0, "min_new_tokens": 0} | dict.fromkeys(
+    ("exponential_decay_length_penalty", "bad_words_ids", "force_words_ids", "suppress_tokens", "sequence_bias",
+     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "dola_layers"))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -320,14 +321,17 @@ def stop_on(model: nn.Module, stops: Iterable[int]) -> list[int]:
 
 def penalties_of(model: nn.Module) -> dict[str, Any]:
     """The model's generation settings that change greedy answers."""
-    usual = vars(GenerationConfig())
     settings = vars(getattr(decoder_parts(model), "generation_config", None) or GenerationConfig())
-    return {name: settings[name] for name in PENALTIES if settings.get(name) not in (None, usual.get(name))}
+    return {name: value for name, value in settings.items() if _is_penalty(name, value)}
 
 
 def without_penalties(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A generation_config.json's settings without those that change greedy answers."""
-    return {name: value for name, value in settings.items() if name not in PENALTIES}
+    return {name: value for name, value in settings.items() if not _is_penalty(name, value)}
+
+
+def _is_penalty(name: str, value: Any) -> bool:
+    return name in PENALTIES and value is not None and value != PENALTIES[name]
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -62,7 +62,8 @@ def kernels_of_others(index: int) -> str:
 
     sm_75 runs on capabilities 7.5 to 7.9, so not on a V100 (7.0). compute_90 is compiled there, for 9.0 and later.
     """
-    capability, kernels = torch.cuda.get_device_capability(f"cuda:{index}"), torch.cuda.get_arch_list()
+    capability = torch.cuda.get_device_capability(f"cuda:{index}")
+    kernels = [name for name in torch.cuda.get_arch_list() if name.startswith(("sm_", "compute_"))]  # not AMD's
     for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(kernels)):
         needed = divmod(int(number), 10)
         if needed <= capability and (kind == "compute" or needed[0] == capability[0]):

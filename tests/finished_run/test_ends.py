@@ -29,6 +29,7 @@ from finetune.finished_run.hand_over import hand_over
 from finetune.finished_run.load import finished_run
 from finetune.finished_run.merge_command import merge_run
 from finetune.finished_run.ollama import modelfile, write_modelfile
+from finetune.model.generate import penalties_of
 from finetune.model.packaged import resolve_model_path
 from finetune.scoring.texts import without_thoughts
 from finetune.training.samples import Questions, samples
@@ -253,6 +254,17 @@ def test_served_answers_are_those_that_were_measured(tmp_path: Path, lora: Any, 
     if lora:
         facts = hand_over(run.folder, "vllm", None, lambda _: None)
         assert f"--generation-config {facts['folder']}" in facts["command"]
+
+
+def test_a_setting_that_changes_no_answer_is_no_penalty(tmp_path: Path) -> None:
+    """Many bases write out that they have none. Then nothing is said, and adapter/ needs no settings of its own."""
+    tokenizer = byte_level_tokenizer(CHATML, ("<eos>", "<|im_start|>", "<|im_end|>"), None, "<|im_end|>")
+    base = save_base(tmp_path / "base", tokenizer)
+    neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "min_length": 0}
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 2} | neutral), "utf-8")
+    run = learned_by_heart(tmp_path / "made", base, lora={"r": 4}, learn=False)
+    assert penalties_of(AutoModelForCausalLM.from_pretrained(base)) == {}
+    assert not (run.folder / "adapter" / "generation_config.json").exists()
 
 
 SYSTEM = "Say a word."

@@ -183,6 +183,7 @@ def test_more_ranks_than_gpus_are_refused_where_all_see_the_same(
         (["sm_75", "sm_80", "compute_120"], (12, 0), False),
         (["sm_75", "sm_80"], (8, 6), False),
         ([], (7, 0), False),
+        (["gfx90a", "gfx942"], (9, 4), False),  # AMD's
     ],
 )
 def test_a_card_without_kernels_is_one_line(
