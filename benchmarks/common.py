@@ -39,7 +39,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")
 
 
 def write_result(name: str, result: dict[str, Any]) -> Path:
-    """benchmarks/results/NAME.json: the figures, and of which code and on what they were measured."""
+    """Write benchmarks/results/NAME.json: the figures, the code and the machine on which they were measured."""
     file = RESULTS / f"{name}.json"
     versions = {package: version for package in PACKAGES if (version := version_of(package))}
     facts = {**stamp(name, result), "device": device(), "versions": versions}

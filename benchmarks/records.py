@@ -42,7 +42,7 @@ DEPENDS = {
     "parity": (*STEP, "finetune/tokens", "benchmarks/parity.py", "benchmarks/parity_peer.py"),
     "plan_recipes": (*PLAN, "finetune/probe"),
     "public_memory": (*PLAN, "benchmarks/public_memory.py"),
-    # What decides its losses and answers. Its seconds are those of one machine on one day.
+    # These files decide its losses and answers. Its seconds are those of one machine on one day.
     "quickstart": ("recipes/quickstart.yaml", "data/devils_dictionary.jsonl", "finetune/tokens", *UPDATE),
     "rehearse": (*RUN, "finetune/preflight", "benchmarks/rehearse_all.py"),
     "resume": (*RUN, "benchmarks/resume.py"),
@@ -58,13 +58,13 @@ DEPENDS = {
 
 
 def digest(blobs: dict[str, str]) -> str:
-    """Of files by path, each with git's hash of its content."""
+    """One digest for many files; `blobs` has git's hash of each file's content, by path."""
     lines = "".join(f"{path} {blob}\n" for path, blob in sorted(blobs.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def digest_now(name: str) -> str:
-    """Of the files as they are in this folder. Needs no git."""
+    """The digest of a record's files as they are in this folder. Needs no git."""
     blobs = {}
     for start in DEPENDS[name]:
         found = [ROOT / start] if (ROOT / start).is_file() else sorted((ROOT / start).rglob("*"))
@@ -77,13 +77,13 @@ def digest_now(name: str) -> str:
 
 
 def digest_at(name: str, commit: str) -> str:
-    """Of the files as they were in a commit."""
+    """The digest of a record's files as they were in a commit."""
     listed = git("ls-tree", "-r", commit, "--", *DEPENDS[name]).splitlines()
     return digest({path: facts.split()[2] for facts, _, path in (line.partition("\t") for line in listed)})
 
 
 def git(*words: str) -> str:
-    """What git answers in this folder. Raises CalledProcessError, or FileNotFoundError without git."""
+    """Run git in this folder, and return its output. Raises CalledProcessError, or FileNotFoundError without git."""
     return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 

@@ -282,7 +282,7 @@ def has_empty_cell(row: Mapping[str, Any], layout: RowLayout) -> bool:
 
 
 def _odd_calls(chat: Chat) -> Iterator[str]:
-    """What does not belong together in a row's calls, results and tools."""
+    """Name each way in which a row's calls, results and tools do not fit together."""
     called = [call["function"]["name"] for turn in chat.messages for call in turn.get("tool_calls", ())]
     declared = {(tool.get("function") or tool).get("name") for tool in chat.tools or ()}
     pairs = [*pairwise(chat.messages)]

@@ -25,7 +25,7 @@ from finetune.run_folder.heartbeat import HeartbeatRecord, heartbeat_file, last_
 from finetune.untrusted.json_files import read_object
 from finetune.wording import duration
 
-LARGEST_FIGURE = 1e30  # of a run's figures; products of larger ones leave the range of a float
+LARGEST_FIGURE = 1e30  # larger figures are damage: a product of two would be infinite
 TAIL_BYTES = 2**18  # of metrics.jsonl: some hundred lines
 SPEED_LINES = 20  # training lines whose mean speed tells the time that is left
 SILENT_SHARE = 4  # a rank writes a heartbeat every 5 s at least; a quarter of timeout_seconds without one is a stall

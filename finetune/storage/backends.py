@@ -38,7 +38,7 @@ STORE_ANSWERS = (  # of object stores: their words, what is wrong, the remedy
     ("region .* wrong|Redirect|LocationConstraint|code: 301", "is in another region", "set AWS_DEFAULT_REGION to it"),
     ("checksum|trailer|sha256|MD5|implement|code: 501", "does not know what this client sends", WHEN_REQUIRED),
 )
-# Of a folder on a network; other faults of a folder stay.
+# A folder on a network may recover from these errors. Others are not tried again.
 MAY_PASS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EHOSTDOWN, errno.ECONNRESET)
 FULL_BUCKET = re.compile(r"quota|storage ?full|storage limit|insufficientstorage|\b507\b|no space")
 

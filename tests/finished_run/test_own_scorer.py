@@ -1,4 +1,4 @@
-"""A scorer of the user's own: whatever it does costs one answer, and `eval` and `sample` call it alike."""
+"""A user's own scorer: a failure costs one answer at most, and `eval` and `sample` call it in the same child."""
 
 from __future__ import annotations
 
