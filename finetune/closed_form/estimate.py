@@ -71,8 +71,8 @@ def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) ->
         (quantization and quantization.load_in_8bit, "quantization.load_in_8bit"),
         (recipe.model.load_in_fp8 and training.keeps_products, "model.load_in_fp8 with selective recomputation"),
         (
-            lora and (lora.use_dora or lora.lora_dropout or lora.modules_to_save or lora.on_top),
-            "lora: DoRA, dropout, modules_to_save or on_top",
+            lora and (lora.use_dora or lora.lora_dropout or lora.modules_to_save),
+            "lora: DoRA, dropout, modules_to_save",
         ),
         (lora and (lora.target_parameters or lora.names_single_layers), "lora: target_parameters, or names of layers"),
         (lora and recipe.model.new_tokens, "lora: with model.add_tokens"),

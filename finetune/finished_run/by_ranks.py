@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,6 @@ from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
 from finetune.launch.rendezvous import rendezvous
 from finetune.measure.phases import give_back_cached_memory
 from finetune.model.generate import stop_on
-from finetune.model.on_top import as_the_base
-from finetune.recipe.adapter_config import is_on_top
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, strategy_of
 from finetune.run_folder.watchdog import BROKEN
@@ -108,11 +106,6 @@ def models_by_ranks(run: FinishedRun, by: Computing, names: Sequence[str] = BOTH
             give_back_freed_memory()
             give_back_cached_memory(by.device)
         return
-    if is_on_top(recipe):
-        raise FinetuneError(
-            f"{run.folder}: several ranks cannot load an adapter that was trained on top of another (lora.on_top); "
-            "evaluate it in one process, or ask a server that has it: --endpoint URL"
-        )
     # Adapters that add nothing at first, and that the exported ones replace.
     lora = recipe.lora.model_copy(update={"init_lora_weights": True})
     named = recipe.model.model_copy(update={"adapter": str(run.product), "adapter_revision": None})
@@ -124,7 +117,7 @@ def models_by_ranks(run: FinishedRun, by: Computing, names: Sequence[str] = BOTH
     section = recipe.model.model_copy(update={"adapter": None})
     assembled = _assembled(run, recipe.model_copy(update={"lora": lora, "model": section}), by)
     if "base" in names:
-        with as_the_base(assembled.unwrapped_model):
+        with cast("Any", assembled.unwrapped_model).disable_adapter():
             yield "base", assembled
     if adapter is not None:
         start_from(assembled, adapter)

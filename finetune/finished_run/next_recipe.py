@@ -105,8 +105,6 @@ def next_recipe(
         head += f"# data.max_length: the longest row's; the answers' recipe has {recipe.data.max_length:,}.\n"
     if recipe.run.storage is not None:
         head += "# run.storage is left out: each run needs a place of its own.\n"
-    if reads.trained and recipe.lora is not None and not recipe.lora.on_top:
-        head += "# The adapter goes on learning; lora.on_top: true freezes it and trains a second one on top.\n"
     return head + str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 

@@ -240,10 +240,7 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
             origin = f"{adapter} (a local folder)"
         else:
             origin = f"[{adapter}](https://huggingface.co/{adapter}), revision {recipe.model.adapter_revision}"
-        if recipe.lora and recipe.lora.on_top:
-            yield "trained on top of the adapter", f"{origin}, which is frozen; this adapter is the sum of both"
-        else:
-            yield "started from the adapter", origin
+        yield "started from the adapter", origin
     if recipe.quantization:
         bits = recipe.quantization.bnb_4bit_quant_type if recipe.quantization.load_in_4bit else "8 bits"
         yield "base weights quantised to", bits

@@ -116,7 +116,7 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
         for key in ("ref_model_adapters", "ref_model_quantization_bit"):
             if foreign.get(key):
                 foreign.leave(key, "differs", "the reference is loaded as ref_model's files say; merge adapters first")
-    elif is_read and "model.adapter" in foreign.carried and "lora.on_top" not in foreign.carried:
+    elif is_read and "model.adapter" in foreign.carried:
         foreign.write(f"{objective}.reference", "adapter_off", "LLaMA-Factory's, whose reference is the base alone")
         reason = "the reference there is the base without this adapter; reference: start counts from what it has learnt"
         foreign.leave("adapter_name_or_path", "look", reason)
@@ -153,9 +153,7 @@ def _method(foreign: ForeignConfig) -> None:
         adapter = adapters[0] if isinstance(adapters, list) else adapters
         foreign.write("model.adapter", adapter, "adapter_name_or_path")
         if foreign.get("create_new_adapter"):
-            foreign.write("lora.on_top", True, "create_new_adapter")
-            reason = "the adapter below stays frozen, and the export is the sum of both; there it is the new one alone"
-            foreign.leave("create_new_adapter", "look", reason)
+            foreign.refuse("create_new_adapter", "merge the adapter first, and name the result in model_name_or_path")
 
     bits, library = foreign.get("quantization_bit"), foreign.get("quantization_method", "bnb")
     if bits is None:

@@ -73,7 +73,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool, new_rows: 
 def _peft_config(lora: Lora, targets: Targets, *, on_meta: bool) -> Any:
     from peft import LoraConfig
 
-    settings = lora.model_dump(exclude={"loraplus_lr_ratio", "on_top"})
+    settings = lora.model_dump(exclude={"loraplus_lr_ratio"})
     settings |= {"target_modules": targets.modules, "target_parameters": targets.parameters or None}
     for key in ("modules_to_save", "exclude_modules"):
         settings[key] = settings[key] or None

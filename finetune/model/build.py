@@ -34,7 +34,6 @@ from finetune.model.packaged import folder_of, resolve_model_path
 from finetune.model.quantization import correct_on_cpu, forget_inputs, quantize_structure, quantized_layers
 from finetune.model.stored_structure import as_stored, fetch_weights
 from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
-from finetune.recipe.adapter_config import is_on_top
 from finetune.recipe.schema import Quantization, Recipe
 from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.untrusted.model_folder import look_at_config, look_at_model
@@ -87,10 +86,6 @@ def build_model(
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
         with torch.device("meta" if model.device.type == "meta" else "cpu"):  # a GPU draws other numbers by a seed
             adapted = add_adapters(model, recipe.lora, recipe.training.pure_bf16, rows)
-            if is_on_top(recipe):
-                from finetune.model.on_top import add_frozen_adapter
-
-                add_frozen_adapter(adapted, recipe)
     if recipe.model.load_in_fp8:  # after peft, which reads weights and their number format
         from finetune.architecture.own_layers.float8_linear import use_float8
 

@@ -174,9 +174,7 @@ def plan_recipe(
         "documents": "full rows of data.max_length",
     }
     notes = [assumed_rows[recipe.data.unit], f"model: {source}"]
-    if recipe.lora is not None and recipe.lora.on_top:
-        notes.append(f"model.adapter: {recipe.model.adapter} is frozen, in memory beside the new adapter")
-    elif recipe.model.adapter is not None:
+    if recipe.model.adapter is not None:
         notes.append(f"model.adapter: training starts from {recipe.model.adapter}, in the memory of a new adapter")
     if reduction is not None:
         notes.append(reduction.facts["line"])

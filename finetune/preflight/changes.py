@@ -153,10 +153,7 @@ def _model(recipe: Recipe, model: Shrunk) -> Iterator[RecipeChange]:
     yield RecipeChange({}, f"tokenizer: {tokens} instead of the model's own")
     if recipe.model.adapter is not None:
         note = f"model.adapter: new adapters instead of {recipe.model.adapter}, which fits the real model alone"
-        settings: dict[str, Any] = {"model.adapter": None}
-        if recipe.lora is not None and recipe.lora.on_top:
-            settings["lora.on_top"] = False
-        yield RecipeChange(settings, note)
+        yield RecipeChange({"model.adapter": None}, note)
     preferences = recipe.preferences
     if preferences is not None and preferences.reference not in ("start", "adapter_off"):
         key = f"{recipe.training.objective}.reference"

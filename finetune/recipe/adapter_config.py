@@ -119,12 +119,6 @@ def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
         return f"{name}: has {settings}, which is not offered here; merge it into its base and name the result"
     if lora is None:
         return None  # schema.py reports it
-    if lora.on_top:
-        in_the_way = [key for key in ("use_dora", "modules_to_save", "target_parameters") if config.get(key)]
-        if in_the_way:
-            has = ", ".join(in_the_way)
-            return f"{name}: has {has}, so nothing can be trained on top of it; merge it into its base first"
-        return None
     differing = list(_differing_settings(lora, config))
     if not differing:
         return None
@@ -132,7 +126,7 @@ def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
         f"lora.{key} is {_in_yaml(ours)} and the adapter's {_in_yaml(theirs)}" for key, ours, theirs in differing
     )
     section = ", ".join(f"{key}: {_in_yaml(theirs)}" for key, _, theirs in differing)
-    return f"{name}: {problems}; write lora: {{{section}}}, or train a new one on top of it: lora.on_top: true"
+    return f"{name}: {problems}; write lora: {{{section}}}, or merge it into its base and name the result"
 
 
 def _differing_settings(lora: Lora, config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -170,8 +164,3 @@ def _in_yaml(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return json.dumps(value).replace('"', "")
-
-
-def is_on_top(recipe: Recipe) -> bool:
-    """Whether the model has a frozen adapter below the trained one."""
-    return recipe.lora is not None and recipe.lora.on_top and recipe.model.adapter is not None

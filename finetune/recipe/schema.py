@@ -210,8 +210,6 @@ def _frozen_base_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if recipe.model.adapter is not None and lora is None:
         remedy = "add lora: {} with the adapter's settings, or merge the adapter and name the result in name_or_path"
         yield CrossCheck("model.adapter", "all weights are trained, no adapter (lora is null)", remedy)
-    if lora is not None and lora.on_top:
-        yield from _on_top_mistakes(recipe, lora)
     if recipe.model.load_in_fp8:
         yield from _float8_mistakes(recipe)
     if base is None:
@@ -241,17 +239,6 @@ def _float8_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if recipe.budget.gpus and precision != "bf16":
         problem = f"a GPU's products in float8 give bfloat16, and training.mixed_precision is {precision}"
         yield CrossCheck(key, problem, "set it to false, or training.mixed_precision: bf16")
-
-
-def _on_top_mistakes(recipe: Recipe, lora: Lora) -> Iterator[CrossCheck]:
-    """Settings that make the sum of two adapters no plain adapter."""
-    key = "lora.on_top"
-    if recipe.model.adapter is None:
-        yield CrossCheck(key, "there is no adapter below", "name it in model.adapter, or set lora.on_top: false")
-    in_the_way = [name for name in ("use_dora", "modules_to_save", "target_parameters") if getattr(lora, name)]
-    for name in in_the_way:
-        remedy = "leave it out, or merge the adapter into its base first and name the result in model.name_or_path"
-        yield CrossCheck(key, f"the sum of two adapters cannot have lora.{name}", remedy)
 
 
 def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:

@@ -22,7 +22,7 @@ from finetune.model.from_base import add_untrained, buffers_of_base, save_tokeni
 from finetune.model.generate import stop_on, without_penalties
 from finetune.model.packaged import base_file, own_end_tokens, published_name
 from finetune.model.text_part import name_for_both, names_in_whole
-from finetune.recipe.adapter_config import WEIGHTS, is_on_top
+from finetune.recipe.adapter_config import WEIGHTS
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.run_folder.background import Saves
 from finetune.run_folder.checkpoint import (
@@ -30,7 +30,6 @@ from finetune.run_folder.checkpoint import (
     act_on_every_rank,
     examine,
     read_state_of,
-    sha256_of,
     step_folder,
 )
 from finetune.run_folder.facts import GENERATION
@@ -220,17 +219,12 @@ def export_weights(
     if dtype is None:
         base = published_name(recipe.model.name_or_path)
         rests_on = recorded_base(folder) or base_identity(recipe.model)
-        below = None
-        if is_on_top(recipe):
-            _refuse_another_below(recipe)
-            below = recipe
         return export_adapter(
             any_model,
             weights,
             tokenizer,
             folder,
             base=base,
-            below=below,
             section=recipe.model,
             rests_on=rests_on,
             settings=_settings_with(stops, recipe, model),
@@ -248,20 +242,6 @@ def _settings_with(stops: Sequence[int], recipe: Recipe, model: torch.nn.Module)
     return settings | {"eos_token_id": [*own, *(stop for stop in stops if stop not in own)]}
 
 
-def _refuse_another_below(recipe: Recipe) -> None:
-    """Raise FinetuneError if the frozen adapter's file is not the one in the run's receipt."""
-    from finetune.model.on_top import start_file
-
-    receipt = Path(recipe.run_dir) / "receipt.json"
-    if receipt.is_file() and json.loads(receipt.read_text("utf-8"))["adapter"]["sha256"] != sha256_of(
-        start_file(recipe, WEIGHTS)
-    ):
-        raise FinetuneError(
-            f"model.adapter: {recipe.model.adapter} has changed since this run began, and the new adapter is of no use "
-            "without the old one; put the earlier file back"
-        )
-
-
 def export_adapter(
     model: PeftModel,
     weights: dict[str, Tensor],
@@ -269,7 +249,6 @@ def export_adapter(
     run_dir: Path,
     *,
     base: str,
-    below: Recipe | None = None,
     rests_on: Mapping[str, Any] = MappingProxyType({}),
     section: ModelSection | None = None,
     settings: dict[str, Any] | None = None,
@@ -282,7 +261,6 @@ def export_adapter(
         model: Unwrapped, maybe sharded.
         weights: Its trained weights by its own names, unsharded.
         base: The base model's name as others can load it, for adapter_config.json.
-        below: The recipe, if its `model.adapter` is frozen below the trained one. The export is the sum of both.
         section: The base, whose spelling of the tokenizer's settings stays; None: the library's.
         rests_on: The base's identity. Its commit becomes adapter_config.json's `revision`; its content goes into the
             weight file's metadata, where readers of adapters look for nothing.
@@ -296,10 +274,6 @@ def export_adapter(
         # "auto" would ask the Hub whether the vocabulary grew. Trained embeddings are in `weights` anyway.
         own = ["default"]
         model.save_pretrained(str(folder), selected_adapters=own, state_dict=weights, save_embedding_layers=False)
-        if below is not None:
-            from finetune.model.on_top import stack
-
-            stack(folder, below, model, whole_names)
         if whole_names is not None:
             name_for_both(folder, model, whole_names)
         # peft writes these names as sets, and a set's order changes from process to process. Sort them.

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from finetune.measure.phases import Phases, give_back_cached_memory
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.generate import activation_bytes
-from finetune.model.on_top import as_the_base
 from finetune.model.packaged import folder_of
 from finetune.recipe.sections.preferences import Dpo, Kto, names_second_model
 from finetune.strategies.assemble import assemble, check_vocabulary
@@ -91,7 +90,7 @@ def find_reference(
         return reference, {"kind": section.reference, "key": key, "from": "the run folder"}
     computing: Callable[[], AbstractContextManager[Any]] = nullcontext
     if section.reference == "adapter_off":
-        computing = partial(as_the_base, unwrapped)
+        computing = cast("Any", unwrapped).disable_adapter
     reference = _read_by_all(run.parts.accelerator, kept_file, key, shapes)
     source = "the cache"
     if names_second_model(section):  # keep_second_model has kept it

@@ -34,12 +34,11 @@ from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import Phase, Phases, give_back_cached_memory, peak_of
 from finetune.measure.units import GIB
 from finetune.model.base_identity import COVERS, base_identity, base_in_words, is_same_base
-from finetune.model.build import build_model, decoder_parts
+from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.from_base import untrained_in_words
 from finetune.model.generate import may_share_a_batch, penalties_of, stop_on
 from finetune.model.optimizer import call_after_first_step, unwrap_optimizer
-from finetune.recipe.adapter_config import is_on_top
 from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION, ChosenFormats
 from finetune.recipe.optimizers import checkpoint_bytes
 from finetune.recipe.schema import Recipe
@@ -385,13 +384,8 @@ def build(opened: Session) -> Built:
 def _load(opened: Session) -> tuple[Assembled, TrainState]:
     """The model as of the first step, and the state that the loop goes on from."""
     start, accelerator, first_step = opened.start, opened.accelerator, opened.progress.step
-    recipe, log, build_it = start.recipe, opened.output.terminal.log, build_model
-    below = start.adapter if is_on_top(recipe) else None
-    if below is not None:
-        from finetune.training.start_adapter import building_on_top
-
-        build_it = building_on_top(below)
-    assembled = assemble(recipe, start.strategy, accelerator, build_it, launch=start.launch)
+    recipe, log = start.recipe, opened.output.terminal.log
+    assembled = assemble(recipe, start.strategy, accelerator, launch=start.launch)
     check_vocabulary(assembled.unwrapped_model, start.prepared.facts["largest_token_id"])
     stops = start.prepared.conversation.stops
     if penalties := penalties_of(assembled.unwrapped_model):
@@ -400,7 +394,7 @@ def _load(opened: Session) -> tuple[Assembled, TrainState]:
     if lacking := stop_on(assembled.unwrapped_model, stops.values()):
         names = ", ".join(token for token, number in stops.items() if number in lacking)
         log(f"answers end with {names}: the base's own settings do not stop there; samples, scores and exports do")
-    if start.adapter is not None and below is None and first_step == 0:
+    if start.adapter is not None and first_step == 0:
         from finetune.training.start_adapter import start_from
 
         start_from(assembled, start.adapter)

@@ -6,28 +6,28 @@ Each rank reads the whole file, which is small, and fills in the ranges that it 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from finetune.errors import FinetuneError
+from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapters import silenced_peft
 from finetune.model.base_identity import BASE_CONTENT, base_identity
 from finetune.model.build import build_model, decoder_parts
-from finetune.model.on_top import START, fetched_adapter_file, fill, frozen_parameters
 from finetune.model.packaged import published_name, resolve_model_path
 from finetune.model.text_part import PEFT_PREFIX, names_in_whole
 from finetune.recipe.adapter_config import (
     CONFIG,
+    PICKLED,
     WEIGHTS,
     config_mistake,
     folder_mistake,
-    is_on_top,
+    lacks_weights,
     names_a_folder,
 )
 from finetune.recipe.schema import Recipe
@@ -57,8 +57,7 @@ class StartAdapter:
 
     def note(self, recipe: Recipe) -> str:
         """A line for the user. It also tells if the adapter was made for another base."""
-        does = "a new adapter is trained on top of" if is_on_top(recipe) else "training starts from"
-        line = f"model.adapter: {does} {self.name} ({len(self.keys)} tensors, sha256 {self.sha256[:12]})"
+        line = f"model.adapter: training starts from {self.name} ({len(self.keys)} tensors, sha256 {self.sha256[:12]})"
         model, now = recipe.model.name_or_path, base_identity(recipe.model)["content"]
         if self.content and now:  # then names say nothing more
             if self.content != now:
@@ -66,6 +65,25 @@ class StartAdapter:
         elif self.base and self.base not in (model, published_name(model), resolve_model_path(model)):
             line += f"; it was made for {self.base}, this recipe has {model}: see that the two are one model"
         return line
+
+
+def fetched_adapter_file(name: str, file: str, revision: str) -> Path:
+    """A Hub file's path on this machine. Ranks that ask at the same time wait for the one that downloads."""
+    from huggingface_hub import file_exists, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        # LocalEntryNotFoundError is also an EntryNotFoundError, but says that the Hub could not be asked.
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError) and file == WEIGHTS:
+            pickled = file_exists(name, PICKLED, revision=revision)
+            raise FinetuneError(f"model.adapter: {lacks_weights(name, pickled=pickled)}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise EnvironmentMismatch(
+            f"model.adapter: {file} of {name} could not be loaded: {reason}; name a local folder, or log in with "
+            "`hf auth login` for a private repository"
+        ) from error
 
 
 def find_start_adapter(recipe: Recipe) -> StartAdapter | None:
@@ -105,16 +123,10 @@ def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
 
     with silenced_peft():
         model = build_model(recipe, torch.device("meta"))
-        if is_on_top(recipe):
-            named, adapter_name = dict(frozen_parameters(model)), START
-            parameters: dict[str, Tensor] = dict(named)
-        else:
-            every = model.named_parameters(remove_duplicate=False)
-            named, adapter_name = {name: each for name, each in every if each.requires_grad}, "default"
-            parameters = model_tensors(model)  # tied ones once
-        saved = get_peft_model_state_dict(
-            model, state_dict=dict(named), adapter_name=adapter_name, save_embedding_layers=False
-        )
+        every = model.named_parameters(remove_duplicate=False)
+        named = {name: weight for name, weight in every if weight.requires_grad}
+        parameters = model_tensors(model)  # tied ones once
+        saved = get_peft_model_state_dict(model, state_dict=dict(named), save_embedding_layers=False)
     # peft saves under names of its own. Its state dict holds the same tensor objects, so `id` finds the parameter.
     parameter_of_tensor = {id(named[parameter]): parameter for parameter in parameters}
     expected = {key: parameter_of_tensor[id(tensor)] for key, tensor in saved.items()}
@@ -154,18 +166,6 @@ def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
             "model.name_or_path"
         )
     return {parameter: key for key, parameter in expected.items()}
-
-
-def building_on_top(adapter: StartAdapter) -> Callable[..., nn.Module]:
-    """A `build_model` that gives the frozen adapter its weights, on the ranks that have weights at all."""
-
-    def build(recipe: Recipe, device: torch.device, **options: Any) -> nn.Module:
-        model = build_model(recipe, device, **options)
-        if device.type != "meta":
-            fill(model, _tensors(adapter))
-        return model
-
-    return build
 
 
 def start_from(parts: Assembled, adapter: StartAdapter) -> None:

@@ -351,24 +351,14 @@ def test_earlier_turns_of_ranked_rows_are_named(stage: str, tmp_path: Path) -> N
     assert not differing(supervised)
 
 
-@pytest.mark.parametrize(
-    ("keys", "adapter", "reference", "named"),
-    [
-        ({"adapter_name_or_path": "saves/sft", "create_new_adapter": True}, True, "start", "look"),
-        ({"adapter_name_or_path": "saves/sft", "create_new_adapter": False}, False, "adapter_off", None),
-        ({"adapter_name_or_path": "a,b", "create_new_adapter": True}, None, "start", "differs"),
-    ],
-)
-def test_a_new_adapter_is_trained_on_top(
-    keys: Values, adapter: bool | None, reference: str, named: str | None, tmp_path: Path
-) -> None:
+def test_a_new_adapter_over_an_earlier_one_is_refused(tmp_path: Path) -> None:
     """LLaMA-Factory merges the adapter first, so the new one's start is its reference."""
-    result = factory(tmp_path, {"file_name": "m.json"} | TURNS | {"ranking": True}, **keys)
+    entry = {"file_name": "m.json"} | TURNS | {"ranking": True}
+    result = factory(tmp_path, entry, adapter_name_or_path="saves/sft", create_new_adapter=False)
     carried = {key: value for key, (value, _) in result.carried.items()}
-    assert carried.get("model.adapter") == (None if adapter is None else "saves/sft")
-    assert carried.get("lora.on_top", False) == bool(adapter)
-    assert carried.get("dpo.reference", "start") == reference
-    assert levels(result).get("create_new_adapter") == named
+    assert (carried["model.adapter"], carried["dpo.reference"]) == ("saves/sft", "adapter_off")
+    with pytest.raises(RecipeError, match=r"create_new_adapter: .*merge the adapter first"):
+        factory(tmp_path, entry, adapter_name_or_path="saves/sft", create_new_adapter=True)
 
 
 @pytest.mark.parametrize(

@@ -509,7 +509,7 @@ UNWRITTEN = {
     "Generate": "every file",
     "Hub": "private revision",
     "Kto": "reference",
-    "Lora": "alpha_pattern exclude_modules init_lora_weights loraplus_lr_ratio modules_to_save on_top rank_pattern"
+    "Lora": "alpha_pattern exclude_modules init_lora_weights loraplus_lr_ratio modules_to_save rank_pattern"
     " target_parameters use_dora use_rslora",
     "ModelSection": "adapter_revision add_special_tokens add_tokens load_in_fp8 trust_remote_code",
     "Quantization": "bnb_4bit_quant_type bnb_4bit_use_double_quant",

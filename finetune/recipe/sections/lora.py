@@ -42,9 +42,6 @@ class Lora(Section):
     loraplus_lr_ratio: float | None = Field(
         None, ge=1, description="LoRA+: B's learning rate as a multiple of A's, learning_rate; null: one rate."
     )
-    on_top: bool = Field(
-        False, description="Freeze model.adapter and train a new adapter on top of it; the export is the sum of both."
-    )
 
     @model_validator(mode="after")
     def layers_by_name(self) -> Lora:
