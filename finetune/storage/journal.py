@@ -291,17 +291,18 @@ def take_lease(storage: Storage, before: Entry | None, log: Callable[[str], None
     by = f"process {os.getpid()} on {socket.gethostname()}" if storage.is_shared else ""
     entry = replace(before or Entry(number, number, by), number=number, owner=number, by=by, token=os.urandom(8).hex())
     if before is None:
-        check_empty(storage)
+        attempt(storage, lambda: check_empty(storage))
     else:
         entry = replace(entry, gone=(*before.gone, _lease_name(before.owner), f"{number:08d}"))
     storage.begin()
     if storage.is_shared:
-        storage.put(_lease_name(number), _lease(0, closed=False))
-    storage.create(entry.name, entry.as_bytes())
+        attempt(storage, lambda: storage.put(_lease_name(number), _lease(0, closed=False)))
+    # If the answer to a write was lost, the next attempt finds the entry there: its token says that it is ours.
+    attempt(storage, lambda: storage.create(entry.name, entry.as_bytes()))
     if not storage.is_atomic:  # another start may have looked before this one wrote; the later entry counts
         time.sleep(SETTLE_SECONDS)
     # Read back always: a store may keep something else than it was given, and answer that all is well.
-    if _entry(storage, number).token != entry.token:
+    if attempt(storage, lambda: _entry(storage, number)).token != entry.token:
         raise _in_use(storage, newest_entry(storage), "began at the same moment")
     return Lease(storage, entry)
 

@@ -445,3 +445,32 @@ def test_a_store_that_keeps_something_else_is_found_out_at_once(url: str, tmp_pa
     remedy = "AWS_REQUEST_CHECKSUM_CALCULATION" if b"amz" in kept else "name another place"
     with pytest.raises(FinetuneError, match=rf"00000001\.json: is not what a run writes .*{remedy}"):
         take_lease(storage, None, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("lost", "when"),
+    [
+        ("put lease-00000001.json", "before"),
+        ("put lease-00000001.json", "after"),
+        ("create 00000001.json", "before"),
+        ("create 00000001.json", "after"),
+        ("read 00000001.json", "before"),
+    ],
+)
+def test_a_start_outlives_a_dropped_connection(
+    lost: str, when: str, url: str, leases: list[Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the write, or after it, so that only the answer is lost."""
+    storage, calls = FaultyStorage(url), list[str]()
+    monkeypatch.setattr(journal, "FIRST_WAIT_SECONDS", 0.0)
+
+    def drop_once(operation: str, path: str) -> None:
+        calls.append(f"{operation} {path}")
+        if calls.count(lost) == 1 and calls[-1] == lost:
+            raise ConnectionResetError(errno.ECONNRESET, "Server disconnected without sending a response")
+
+    setattr(storage, when, drop_once)
+    lease = take_lease(storage, None, lambda _: None)
+    leases.append(lease)
+    assert newest_entry(FaultyStorage(url)) == lease.entry
+    assert calls.count(lost) == 2
