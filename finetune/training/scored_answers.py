@@ -8,10 +8,10 @@ forward gathers weights. A pipeline's stages compute all answers together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.by_document import first_parameter
-from finetune.data.chat import Judged
+from finetune.data.chat import Chat, Judged, Passage
 from finetune.data.rows import RowReader
 from finetune.data.sources import asked_entry, resolve
 from finetune.errors import DataError, FinetuneError
@@ -178,6 +178,7 @@ def _rows_of_file(
     reader = RowReader(resolve(asked_entry(entry, file)))
     rows: list[ScoredRow] = []
     mistakes: list[str] = []
+    texts = 0
     for found in reader.rows():
         if len(rows) == most or found.row.line > MOST_ROWS_OF_FILE:
             break
@@ -187,6 +188,7 @@ def _rows_of_file(
         examples = [each for each in encoder.examples(found.read) if not isinstance(each, Judged) or each.desirable]
         if not examples:
             continue
+        texts += isinstance(examples[-1], Passage)
         try:
             document = encoder.document(examples[-1])
         except RowError as error:
@@ -201,7 +203,22 @@ def _rows_of_file(
     if mistakes:
         raise DataError(mistakes[:5], len(mistakes), max(0, len(mistakes) - 5))
     empty = reader.facts()["dropped"].get("empty", 0)
-    return rows, [f"{counted(empty, 'row')} with an empty cell left out"] if empty else []
+    notes = [f"{counted(empty, 'row')} with an empty cell left out"] if empty else []
+    if texts and _trains_on_chats(entry):
+        notes.append(
+            f"{counted(texts, 'question')} asked as plain text, without the chat template that training rows have; "
+            "write them as messages"
+        )
+    return rows, notes
+
+
+def _trains_on_chats(entry: DataSet) -> bool:
+    """Whether the first row of a data set on this machine is a chat."""
+    with suppress(DataError):  # the file may have gone since the training
+        source = resolve(entry)
+        if source.kind != "hub":
+            return any(isinstance(row.read, Chat) for row in islice(RowReader(source).rows(), 1))
+    return False
 
 
 def has_prompt(labels: np.ndarray) -> bool:

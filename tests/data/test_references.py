@@ -127,6 +127,23 @@ def test_rows_that_drop_leaves_out_are_counted(tmp_path: Path, tiny_llama: Path)
     assert found.notes == ["2 rows with an empty cell left out"]
 
 
+@pytest.mark.parametrize("trained", ["chats", "texts"])
+def test_questions_without_the_template_that_training_rows_have_are_counted(
+    trained: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    asked, rows = tmp_path / "asked.jsonl", tmp_path / "rows.jsonl"
+    texts = [{"prompt": f"Say {number}: ", "completion": f"{number}"} for number in range(3)]
+    asked.write_text("".join(json.dumps(row) + "\n" for row in texts), "utf-8")
+    rows.write_text(json.dumps({"messages": TURNS} if trained == "chats" else texts[0]) + "\n", "utf-8")
+    train = {"path": str(rows)}
+    recipe = load_recipe(write_recipe(tmp_path, tiny(tiny_llama, rows, data={"train": [train]}))).recipe
+    encoder = Encoder(load_tokenizer(recipe), recipe.data, recipe.model)
+    found = held_out_set(recipe, encoder, None, file=str(asked), metrics=[Metric("exact")])
+    assert [prompt.prompt for prompt in found.prompts] == ["Say 0: ", "Say 1: ", "Say 2: "]
+    told = "3 questions asked as plain text, without the chat template that training rows have; write them as messages"
+    assert found.notes == ([told] if trained == "chats" else [])
+
+
 CHATS = {"format": "messages"}
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
