@@ -42,6 +42,6 @@ def test_every_cell_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "wrote mine.yaml" in done.stdout
-    assert "tuned:" in done.stdout
+    assert "step 4/4" in done.stdout
     for name in ("mine.yaml", "preview.html", "runs/mine/report.html", "adapter.zip"):
         assert (tmp_path / name).is_file(), name

@@ -1,0 +1,158 @@
+"""Train and read runs from Python, in a notebook for example: `finetune.fit` and `finetune.load`.
+
+    import finetune
+
+    run = finetune.fit("mine.yaml", **{"training.max_steps": 50})
+    run.metrics.plot(x="step", y="loss")
+    print(run.chat("Was kostet der Bohrhammer am Tag?"))
+
+`fit` runs the command `finetune train` in a process of its own. So the caller's signal handlers, threads and GPU memory
+stay as they were, and a training from Python is the training of the command. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from finetune.errors import STOPPED, DoesNotFit, EnvironmentMismatch, FinetuneError, RankLost, Stopped
+from finetune.output_stream import silenced
+from finetune.paths import CHECKOUT
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.resolved import leaves
+from finetune.recipe.schema import Recipe
+from finetune.recipe.yaml_text import dotted
+from finetune.run_folder.facts import read_run, require_run_folder
+
+if TYPE_CHECKING:
+    import pandas
+
+    from finetune.finished_run.chat import ChatSession
+
+ENDINGS = {error.exit_code: error for error in (FinetuneError, DoesNotFit, EnvironmentMismatch, RankLost, Stopped)}
+LINES_OF_AN_ERROR = 100
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run's folder: what it wrote, and its model to talk to."""
+
+    folder: Path
+
+    @property
+    def adapter(self) -> Path | None:
+        """The folder of the adapter; None if all weights were trained, or the run has not ended yet."""
+        return folder if (folder := self.folder / "adapter").is_dir() else None
+
+    @property
+    def model(self) -> Path | None:
+        """The folder of the whole model; None if an adapter was trained, or the run has not ended yet."""
+        return folder if (folder := self.folder / "model").is_dir() else None
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """A row for each line of metrics.jsonl. `kind` is train, eval or score; docs/evaluation.md names the rest."""
+        import pandas
+
+        return pandas.DataFrame(self._facts.metrics)
+
+    @property
+    def answers(self) -> pandas.DataFrame:
+        """Answers to held-out questions that the run wrote: when, prompt, answer, and the reference if there is one."""
+        import pandas
+
+        return pandas.DataFrame(self._facts.samples)
+
+    def chat(self, text: str, *, max_new_tokens: int = 256, temperature: float = 0.0) -> str:
+        """The tuned model's answer, after what was said before. The first call loads the model.
+
+        Raises FinetuneError if the run has not ended yet.
+        """
+        from finetune.finished_run import GenerationSettings
+
+        settings = GenerationSettings(max_new_tokens, temperature)
+        return self._session.reply(self._session.tuned, text, settings)
+
+    @cached_property
+    def _session(self) -> ChatSession:
+        from finetune.finished_run import open_run
+
+        with silenced():
+            return open_run(self.folder)
+
+    @property
+    def _facts(self) -> Any:
+        return read_run(self.folder, load_recipe(require_run_folder(self.folder)).recipe)
+
+
+def fit(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, **overrides: Any) -> TrainedRun:
+    """Train a recipe on this machine, as `finetune train` does. Progress is printed. An interrupt saves the run.
+
+    Args:
+        recipe: A file, the name of a recipe in `finetune list`, the content of such a file, or a `Recipe`.
+        overrides: Keys and sections that win over the recipe: `training={"max_steps": 50}`, or
+            `**{"training.max_steps": 50}`.
+
+    Raises FinetuneError with the words that the command prints: RecipeError, DoesNotFit, EnvironmentMismatch, or
+    Stopped after an interrupt, when the same call continues the run.
+    """
+    words = [f"{dotted(path)}={json.dumps(value)}" for path, value in (leaves(overrides) if overrides else ())]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "fit.yaml")
+        if isinstance(recipe, Recipe):
+            recipe = recipe.model_dump(mode="json", exclude_defaults=True)
+        if isinstance(recipe, Mapping):
+            file.write_text(yaml.safe_dump(dict(recipe), allow_unicode=True, sort_keys=False), "utf-8")
+        else:
+            file = Path(recipe)
+        loaded = load_recipe(file, words, here=True)
+        _run_command("train", str(file), *words)
+    return TrainedRun(Path(loaded.recipe.run_dir))
+
+
+def load(run: str | os.PathLike[str]) -> TrainedRun:
+    """A run by its folder, which a recipe calls output_dir. Raises FinetuneError for another folder."""
+    require_run_folder(folder := Path(os.path.expanduser(run)))
+    return TrainedRun(folder)
+
+
+def _run_command(*words: str) -> None:
+    """Run `finetune` with these words and print what it prints. Raises FinetuneError with its last words.
+
+    The child leads a group of its own: an interrupt reaches it once, from here, also where no terminal sends it.
+    """
+    program = f"import sys; sys.path.append({str(CHECKOUT)!r}); from finetune.cli.main import main; sys.exit(main())"
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", program, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as child:
+        assert child.stdout is not None
+        last = deque[str](maxlen=LINES_OF_AN_ERROR)
+        while True:
+            try:
+                for line in child.stdout:
+                    print(line, end="", flush=True)
+                    last.append(line)
+                break
+            except KeyboardInterrupt:  # the run saves; a second one ends it at once, as in a terminal
+                os.killpg(child.pid, signal.SIGINT)
+    if child.returncode:
+        words_of_error = "".join(last).strip().splitlines() or [STOPPED]
+        raise ENDINGS.get(child.returncode, FinetuneError)(words_of_error[-1])
