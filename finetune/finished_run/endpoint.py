@@ -357,9 +357,18 @@ def endpoint_answers(
 def conversations(
     recipe: Recipe, encoder: Encoder, asked: ScoredSet, file: str | DataSet | None
 ) -> list[tuple[str, Chat | Passage]]:
-    """The conversation of each prompt, read from its row again. Raises FinetuneError if a row has changed since.
+    """The conversation of each prompt, up to its answer. Raises FinetuneError if a row has changed since."""
+    contents = row_contents(recipe, encoder, asked, file)
+    return [(item.place, _question(content, encoder)) for item, content in zip(asked.items, contents, strict=True)]
 
-    A row may have several examples. The prompt's tokens say which one is asked.
+
+def row_contents(
+    recipe: Recipe, encoder: Encoder, asked: ScoredSet, file: str | DataSet | None
+) -> list[Chat | Passage]:
+    """Each prompt's chat or text with its answer, read from its row again.
+
+    A row may have several examples. The prompt's tokens say which one is asked. Raises FinetuneError if a row has
+    changed since.
     """
     waiting: dict[str, list[int]] = {}
     for index, item in enumerate(asked.items):
@@ -379,12 +388,12 @@ def conversations(
                 for index in waiting[row.place]:
                     ids = asked.prompts[index].prompt_ids
                     if index not in found and document.input_ids[: len(ids)] == ids:
-                        found[index] = _question(content, encoder)
+                        found[index] = content
             if len(found) == len(asked.items):
                 break
     if missing := [item.place for index, item in enumerate(asked.items) if index not in found]:
         raise FinetuneError(f"{missing[0]}: this row is not as it was when the data was tokenised; run it again")
-    return [(item.place, found[index]) for index, item in enumerate(asked.items)]
+    return [found[index] for index in range(len(asked.items))]
 
 
 def _question(content: Chat | Passage, encoder: Encoder) -> Chat | Passage:

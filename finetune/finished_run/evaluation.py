@@ -10,8 +10,9 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -34,9 +35,11 @@ from finetune.finished_run.load import (
     load_run_tokenizer,
     recipe_of_run,
 )
+from finetune.finished_run.options import OptionScores, given_options
 from finetune.finished_run.own_scorer import OwnScorer
 from finetune.finished_run.scores import (
     BELOW_THRESHOLD,
+    QuestionResult,
     below,
     compared,
     general_in_words,
@@ -132,14 +135,6 @@ def _evaluated(folder: Path, by: Computing, request: EvalRequest, say: _Say, sho
     return result
 
 
-class QuestionResult(NamedTuple):
-    """A question's result for both models."""
-
-    figures: dict[str, Any]  # for eval.json
-    words: str
-    rows: Sequence[dict[str, Any]] = ()  # for eval_answers.jsonl
-
-
 class Question(Protocol):
     """Something that is asked of the base and of the tuned model."""
 
@@ -183,7 +178,7 @@ def measure(
 
         with fitting(by.device, run, by.ranks.world):
             for question in questions:
-                if name == "tuned" and not isinstance(question, HeldOutLoss) and by.sharding is None:
+                if name == "tuned" and isinstance(question, Scores | General) and by.sharding is None:
                     answer_with_fewer_kernels(model.unwrapped_model)
                 found[question.key][name] = question.ask(model, name, show_model)
         del model  # the next one takes its place on the device
@@ -283,6 +278,9 @@ def _questions(
                 limit=request.limit,
                 max_new_tokens=request.max_new_tokens,
             )
+            if request.endpoint is None and (options := _options(run, by, encoder, asked, request)) is not None:
+                questions.append(options)
+                measured.append(options.key)
             questions.append(Scores(tokenizer, how, asked, say))
             measured += [metric.name for metric in asked.metrics]
         except FinetuneError as error:
@@ -302,6 +300,16 @@ def _questions(
     if request.general:
         questions.append(General(tokenizer, how, _general_set(encoder), say))
     return questions
+
+
+def _options(
+    run: FinishedRun, by: Computing, encoder: Encoder, asked: ScoredSet, request: EvalRequest
+) -> OptionScores | None:
+    arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if by.sharding is None:
+        arithmetic = partial(_arithmetic, run.recipe.training.mixed_precision, by.device)
+    file = request.entry or (str(request.file) if request.file else run.recipe.eval.generate.file)
+    return given_options(run, by, encoder, asked, file, arithmetic)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, disk_errors, sync, write_json, write_text
@@ -18,6 +18,14 @@ from finetune.wording import counted
 
 BELOW_THRESHOLD = 5  # the exit code if a score is below --fail-under
 LEAST_SCORED_ROWS = 10  # resampling fewer rows gives intervals that are too narrow for a verdict
+
+
+class QuestionResult(NamedTuple):
+    """A question's result for both models."""
+
+    figures: dict[str, Any]  # for eval.json
+    words: str
+    rows: Sequence[dict[str, Any]] = ()  # for eval_answers.jsonl
 
 
 def compared(*scores: Sequence[float], answers: Sequence[Sequence[str]] = ()) -> dict[str, Any]:
@@ -134,6 +142,8 @@ def general_in_words(figures: Mapping[str, Any]) -> str:
 def below(wanted: Mapping[str, float], result: Mapping[str, Any]) -> list[str]:
     """A line for each threshold that the tuned model does not reach."""
     means = {name: each["tuned"]["mean"] for name, each in (result.get("scores") or {}).get("metrics", {}).items()}
+    if "options" in result:
+        means["options"] = result["options"]["accuracy"]["tuned"]["mean"]
     if "general" in result:
         means["general"] = result["general"]["all"]["tuned"]["mean"]
     return [

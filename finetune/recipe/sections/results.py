@@ -136,6 +136,11 @@ class Evaluation(Section):
     """Evaluation beside the held-out loss."""
 
     generate: Generate = Field(default_factory=Generate, description="Answers that are generated and scored.")
+    options: list[str] = Field(
+        [],
+        description="The answers to choose from. `finetune eval` scores each by its probability; []: the held-out "
+        "answers themselves, if they are few and repeated.",
+    )
 
 
 class Hub(Section):
