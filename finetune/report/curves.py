@@ -193,6 +193,22 @@ def score_chart(runs: Sequence[ReportedRun]) -> Chart:
     return Chart("Score of answers to held-out rows", series)
 
 
+def reliability_chart(run: ReportedRun) -> Chart:
+    """How often given answers are right, by the probability that the model gave them; a calibrated model's dots lie on
+    the grey line."""
+    figures = run.facts.evaluated.get("options", {})
+    series = [
+        Series(
+            name, [(100 * each["probability"], 100 * each["right"]["mean"]) for each in figures[name]["curve"]], True
+        )
+        for name in ("base", "tuned")
+        if figures
+    ]
+    if series:
+        series.append(Series("calibrated", [(0.0, 0.0), (100.0, 100.0)], colour=2, faint=True))
+    return Chart("Right answers, %, by the probability of the answer, %", series)
+
+
 def curve(runs: Sequence[ReportedRun], title: str, key: str, factor: float = 1.0) -> Chart:
     """One value of the training lines, a curve for each run."""
     series = [
@@ -226,6 +242,8 @@ def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
         by_set = [Series(key.removesuffix("_loss"), _points(evals, key)) for key in keys]
         charts.append(Chart("Held-out loss by data set", by_set))
     charts.append(score_chart(runs))
+    if len(runs) == 1:
+        charts.append(reliability_chart(runs[0]))
     charts += [curve(runs, *each) for each in CURVES]
     charts.append(memory_curve(runs))
     return [chart for chart in charts if chart.shown]

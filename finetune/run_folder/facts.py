@@ -158,6 +158,8 @@ def score_rows(facts: RunFacts) -> list[tuple[str, str, str, str]]:
     figures = {name: (each, scores["rows"]) for name, each in scores.get("metrics", {}).items()}
     if general:
         figures["general set"] = (general["all"], general["rows"])
+    if options := facts.evaluated.get("options"):
+        figures["given answers by probability"] = (options["accuracy"], options["rows"])
     rows = []
     for name, (each, count) in figures.items():
         change = each["difference"]
@@ -310,12 +312,29 @@ def _evaluated(record: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[d
         )
 
     kept: dict[str, Any] = {}
-    scores, general = record.get("scores"), record.get("general")
+
+    def is_curve(figures: Any) -> bool:
+        points = figures.get("curve") if isinstance(figures, dict) else None
+        return isinstance(points, list) and all(
+            isinstance(point, dict)
+            and isinstance(point.get("right"), dict)
+            and all(isinstance(value, int | float) for value in (point.get("probability"), point["right"].get("mean")))
+            for point in points
+        )
+
+    scores, general, options = record.get("scores"), record.get("general"), record.get("options")
     metrics = scores.get("metrics") if isinstance(scores, dict) and isinstance(scores.get("rows"), int) else None
     if isinstance(metrics, dict) and all(map(is_comparison, metrics.values())):
         kept["scores"] = scores
     if isinstance(general, dict) and isinstance(general.get("rows"), int) and is_comparison(general.get("all")):
         kept["general"] = general
+    if (
+        isinstance(options, dict)
+        and isinstance(options.get("rows"), int)
+        and is_comparison(options.get("accuracy"))
+        and all(is_curve(options.get(name)) for name in ("base", "tuned"))
+    ):
+        kept["options"] = options
     texts = ("prompt", "reference", "base", "tuned")
     whole = [row for row in answers if all(isinstance(row.get(key), str) for key in texts)]
     return kept, whole if "scores" in kept else []

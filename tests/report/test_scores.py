@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from finetune.finished_run.options import probability_figures
 from finetune.finished_run.scores import compared
 from finetune.recipe.loader import recipe_from_resolved
-from finetune.report.curves import read_runs, score_chart
+from finetune.report.curves import read_runs, reliability_chart, score_chart
 from finetune.report.run_page import report
 from finetune.run_folder.facts import read_run, score_rows
 from finetune.scoring.metrics import Unread
@@ -89,6 +92,26 @@ def test_files_that_no_eval_writes_show_nothing(tmp_path: Path, tiny_llama: Path
     figures = compared([Unread(), 1.0], [1.0, 0.0], answers=[["four", "4"], ["4", "5"]])
     (row,) = score_rows(read_run(evaluated(run, metrics={"number": figures}), recipe))
     assert row[0] == "number, 4 answers (unread: 1 base)"
+
+
+def test_given_answers_have_a_row_and_a_curve(tmp_path: Path, tiny_llama: Path) -> None:
+    run, right = finished_run(tmp_path, tiny_llama), np.asarray([0, 1, 0, 1])
+    shares = {"base": np.full((4, 2), 0.5), "tuned": np.asarray([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7], [0.1, 0.9]])}
+    figures: dict[str, Any] = {"rows": 4, "accuracy": compared([1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0])}
+    figures |= {name: probability_figures(each, right) for name, each in shares.items()}
+    (run / "eval.json").write_text(json.dumps({"options": figures}), "utf-8")
+    recipe = recipe_from_resolved(run / "recipe.yaml")
+    (row,) = score_rows(read_run(run, recipe))
+    assert row[:3] == ("given answers by probability, 4 answers", "50.0%", "75.0%")
+    (reported,) = read_runs([run])
+    drawn = {series.name: [*map(list, series.points)] for series in reliability_chart(reported).series}
+    assert drawn["base"] == [[50, 50]]
+    assert np.allclose(drawn["tuned"], [[70, 0], [80, 100], [90, 100]])
+    assert "by the probability of the answer" in report([reported])
+    figures["tuned"]["curve"] = [{"probability": "high"}]
+    (run / "eval.json").write_text(json.dumps({"options": figures}), "utf-8")
+    assert score_rows(read_run(run, recipe)) == []
+    assert "by the probability of the answer" not in report(read_runs([run]))
 
 
 def test_scores_in_training_are_a_chart(tmp_path: Path, tiny_llama: Path) -> None:

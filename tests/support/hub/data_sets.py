@@ -215,6 +215,10 @@ def medical_o1(draw: Draw) -> Row:
     return {"Question": text(draw, 10, 20), "Complex_CoT": thought, "Response": text(draw, 20, 40)}
 
 
+def ag_news(draw: Draw) -> Row:
+    return {"text": text(draw, 30, 50), "label": draw.randrange(4)}
+
+
 @dataclass(frozen=True)
 class DataSetPage:
     """A data set of the Hub: how many rows its first split really has, its licence, and how it is laid out."""
@@ -251,6 +255,7 @@ DATA_SETS = {
     "HuggingFaceH4/Multilingual-Thinking": DataSetPage(1_000, "Apache-2.0", {DEFAULT: multilingual_thinking}),
     "ise-uiuc/Magicoder-OSS-Instruct-75K": DataSetPage(75_197, "MIT", {DEFAULT: magicoder}),
     "FreedomIntelligence/medical-o1-reasoning-SFT": DataSetPage(19_704, "Apache-2.0", {"en": medical_o1}),
+    "fancyzhx/ag_news": DataSetPage(120_000, "see its page", {DEFAULT: ag_news}, ("train", "test")),
     "roneneldan/TinyStories": DataSetPage(
         2_119_719, "CDLA-Sharing-1.0", {DEFAULT: tiny_stories}, ("train", "validation")
     ),
