@@ -3,8 +3,8 @@
     apt-get download fortunes fortunes-min && for file in *.deb; do dpkg -x $file fortunes; done
     python benchmarks/classes.py fortunes/usr/share/games/fortunes
 
-The texts are Debian's package fortunes 1:1.99.1-7.3, files of which each entry ends with a line `%`. Trained: 80 entries
-of each shelf, the embedded model, LoRA. Asked: 25 others of each. A shelf is the name of a file.
+The texts are Debian's package fortunes 1:1.99.1-7.3. A shelf is the name of a file; a line `%` ends each entry.
+Trained: 80 entries of each shelf, the embedded model, LoRA. Asked: 25 others of each.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def write_page(table: list[str]) -> None:
     head, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
     _, _, tail = rest.partition(END)
     text = (
-        f"## Twelve classes, by probability\nThe shelf of a fortune (Debian's package `fortunes`), after {TRAINED} examples "
-        f"of each shelf:\n`python benchmarks/classes.py FOLDER`, record `{RESULTS.name}/classes.json`.\n\n```\n"
+        f"## Twelve classes, by probability\nThe shelf of a fortune (Debian's package `fortunes`), after {TRAINED} "
+        f"examples of each shelf:\n`python benchmarks/classes.py FOLDER`, record `{RESULTS.name}/classes.json`.\n\n```\n"
     )
     PAGE.write_text(f"{head}{BEGIN}{text}" + "\n".join(table) + f"\n```\n{END}{tail}", "utf-8")
 
