@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import finetune
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import write_result
 
 SHELVES = "art computers definitions drugs education food law love perl politics science startrek".split()
 SHORTEST, LONGEST = 30, 260  # letters of an entry
@@ -90,7 +90,7 @@ def write_page(table: list[str]) -> None:
     _, _, tail = rest.partition(END)
     text = (
         f"## Twelve classes, by probability\nThe shelf of a fortune (Debian's package `fortunes`), after {TRAINED} "
-        f"examples of each shelf:\n`python benchmarks/classes.py FOLDER`, record `{RESULTS.name}/classes.json`.\n\n```\n"
+        f"examples of each shelf:\n`python benchmarks/classes.py FOLDER`, record `results/classes.json`.\n\n```\n"
     )
     PAGE.write_text(f"{head}{BEGIN}{text}" + "\n".join(table) + f"\n```\n{END}{tail}", "utf-8")
 
