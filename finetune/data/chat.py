@@ -110,6 +110,16 @@ def documents_in(content: Content) -> tuple[Chat | Passage, ...]:
             return (content,)
 
 
+def last_answer(document: Chat | Passage) -> str:
+    """The last supervised answer as it is written; empty for a tool call, and for a text without a question."""
+    if isinstance(document, Passage):
+        return document.completion if document.prompt else ""
+    turns = zip(document.messages, document.supervised, strict=True)
+    answers = [message for message, supervised in turns if supervised and message["role"] == "assistant"]
+    content = answers[-1].get("content") if answers and not answers[-1].get("tool_calls") else ""
+    return content if isinstance(content, str) else ""
+
+
 def by_turn(chat: Chat) -> list[Chat]:
     """One chat for each supervised turn. The turn is the chat's last message, and no other is supervised."""
     return [

@@ -278,7 +278,7 @@ def _questions(
                 limit=request.limit,
                 max_new_tokens=request.max_new_tokens,
             )
-            if request.endpoint is None and (options := _options(run, by, encoder, asked, request)) is not None:
+            if request.endpoint is None and (options := _options(run, by, encoder, asked, request, say)) is not None:
                 questions.append(options)
                 measured.append(options.key)
             questions.append(Scores(tokenizer, how, asked, say))
@@ -303,13 +303,13 @@ def _questions(
 
 
 def _options(
-    run: FinishedRun, by: Computing, encoder: Encoder, asked: ScoredSet, request: EvalRequest
+    run: FinishedRun, by: Computing, encoder: Encoder, asked: ScoredSet, request: EvalRequest, say: _Say
 ) -> OptionScores | None:
     arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
     if by.sharding is None:
         arithmetic = partial(_arithmetic, run.recipe.training.mixed_precision, by.device)
     file = request.entry or (str(request.file) if request.file else run.recipe.eval.generate.file)
-    return given_options(run, by, encoder, asked, file, arithmetic)
+    return given_options(run, by, encoder, asked, file, arithmetic, say)
 
 
 @dataclass(frozen=True)

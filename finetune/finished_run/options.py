@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from finetune.architecture import attention
-from finetune.data.chat import Chat, Passage
-from finetune.errors import DataError, NotFinite
+from finetune.data.chat import Chat, Passage, last_answer
+from finetune.errors import NotFinite
 from finetune.finished_run.by_ranks import Computing
 from finetune.finished_run.endpoint import row_contents
 from finetune.finished_run.load import FinishedRun
@@ -28,7 +28,7 @@ from finetune.finished_run.scores import QuestionResult, compared, score_verdict
 from finetune.model.build import attention_name
 from finetune.recipe.schema import DataSet
 from finetune.scoring.intervals import interval
-from finetune.scoring.metrics import SHORT_LETTERS
+from finetune.scoring.metrics import options_among
 from finetune.strategies.assemble import Assembled
 from finetune.tokens.batches import prefetch
 from finetune.tokens.encoder import IGNORE, Encoder, RowError
@@ -38,7 +38,6 @@ from finetune.training.objectives.answers import IdsAndLabels, answer_batches, m
 from finetune.training.scored_answers import ScoredSet
 from finetune.wording import counted
 
-MOST_FOUND = 20  # distinct answers that are taken for options where the recipe names none
 BINS = 10  # of the reliability curve, equally wide
 
 
@@ -154,33 +153,30 @@ def given_options(
     asked: ScoredSet,
     file: str | DataSet | None,
     arithmetic: Callable[[], AbstractContextManager[Any]],
+    say: Callable[[str], None],
 ) -> OptionScores | None:
     """The options of these rows: those of eval.options, or their own answers if those are few, short and repeated.
 
-    None if there are none. Raises DataError for an answer that is none of eval.options.
+    None if there are none, or a row has another answer, which is said.
     """
     contents = row_contents(run.recipe, encoder, asked, file)
-    answers = [_answer_in(content) for content in contents]
+    answers = [last_answer(content) for content in contents]
     options = [*run.recipe.eval.options]
     if options:
         wrong = [item.place for item, answer in zip(asked.items, answers, strict=True) if answer not in options]
         if wrong:
-            raise DataError(
-                [f"{place}: its answer is none of eval.options; add it there" for place in wrong[:3]],
-                len(wrong),
-                max(0, len(wrong) - 3),
-            )
+            say(f"given answers: not scored by probability; {wrong[0]}: its answer is none of eval.options")
+            return None
     else:
-        counts = Counter(answers)
-        options = sorted(counts)
-        few = 2 <= len(options) <= MOST_FOUND and 2 * len(options) <= len(answers)
-        if not few or min(counts.values()) < 2 or max(map(len, options)) > SHORT_LETTERS or "" in counts:
+        options = options_among(Counter(answers))
+        if not options:
             return None
     encoded: list[IdsAndLabels] = []
     try:
         for content in contents:
             encoded += _encoded(content, options, encoder)
-    except RowError:  # an option makes the row longer than data.max_length
+    except RowError as error:  # an option makes the row longer than data.max_length
+        say(f"given answers: not scored by probability; {error}")
         return None
     right = [options.index(answer) for answer in answers]
     return OptionScores(run, arithmetic, by, asked.name, options, right, encoded)
@@ -191,15 +187,6 @@ def _last_answer(content: Chat) -> int:
     return max(
         at for at, message in enumerate(content.messages) if message["role"] == "assistant" and content.supervised[at]
     )
-
-
-def _answer_in(content: Chat | Passage) -> str:
-    """The row's answer as it is written; empty for a tool call."""
-    if isinstance(content, Passage):
-        return content.completion
-    message = content.messages[_last_answer(content)]
-    text = message.get("content")
-    return "" if message.get("tool_calls") or not isinstance(text, str) else text
 
 
 def _encoded(content: Chat | Passage, options: Sequence[str], encoder: Encoder) -> list[IdsAndLabels]:

@@ -39,6 +39,7 @@ class Counts:
     is_whole: bool  # whether every row was read
     with_tools: int = 0  # rows with tools or calls
     is_narrow: bool = False  # nearly all answers are short
+    options: tuple[str, ...] = ()  # the distinct answers, if they are few and repeated
     tokens: int = 0  # of one epoch
     longest: int = 0  # tokens
     too_long: int = 0  # rows with more than max_length tokens
@@ -122,6 +123,9 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
         lines += ["  load_best_model_at_end: true  # the weights that did best on held-out rows"]
     if settings.objective != "supervised":
         lines += [f"{settings.objective}: {{beta: 0.1}}  # smaller: the model may move further from its start"]
+    if counts.options and settings.objective == "supervised":
+        options = ", ".join(map(in_quotes_of_yaml, counts.options))
+        lines += [f"eval: {{options: [{options}]}}  # your answers; finetune eval scores each by its probability"]
     assert len(lines) <= MOST_LINES, f"{len(lines)} lines"
     return "\n".join(lines) + "\n"
 

@@ -10,6 +10,7 @@ import math
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from typing import Any, cast
 import yaml
 
 from finetune.closed_form.shape import approximate_weights
-from finetune.data.chat import Chat, Content, Passage, documents_in
+from finetune.data.chat import Chat, Content, Passage, documents_in, last_answer
 from finetune.data.dialect import csv_dialect
 from finetune.data.readers import SourceRow
 from finetune.data.readings import (
@@ -52,6 +53,7 @@ from finetune.recipe.optimizers import usual_rate
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.sections.data import Truncation
 from finetune.recipe.sections.training import Objective
+from finetune.scoring.metrics import MOST_OPTIONS, options_among
 from finetune.tokens.check_documents import prepared_here
 from finetune.tokens.estimate import text_of
 from finetune.wording import counted, percent
@@ -339,6 +341,7 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
     problems: list[str] = []
     mistakes = Mistakes()
     good, nbytes, longest, with_tools, short = 0, 0, 0, 0, 0
+    answers_by_text: Counter[str] = Counter()
     timed_rows = _TimedRows(COUNTING_SECONDS if sample.nbytes <= WHOLE_BELOW else COUNTING_SECONDS_IF_LARGE)
     for row in reader.rows(timed_rows.rows(source)):
         if row.read is None:
@@ -353,6 +356,8 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
                 chat.tools or any(message.get("tool_calls") for message in chat.messages) for chat in chats
             )
             short += isinstance(row.read, Chat | Passage) and _has_short_answers(row.read)
+            if isinstance(row.read, Chat | Passage) and len(answers_by_text) <= MOST_OPTIONS:
+                answers_by_text[last_answer(row.read)] += 1
             if len(examples) < SHOWN:
                 examples.append(row.read)
     if not good:
@@ -375,6 +380,7 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
         is_whole=timed_rows.is_whole,
         with_tools=with_tools,
         is_narrow=short >= NARROW_SHARE * good,
+        options=tuple(options_among(answers_by_text)),
     )
     return counts, tuple(examples), list(notes_on_reading(facts))
 

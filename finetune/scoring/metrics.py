@@ -18,6 +18,7 @@ from finetune.scoring.sql import execution_scores
 
 SHORT_LETTERS = 40  # longest reference that is compared as a whole by default
 MOST_SHOWN = 3  # rows with a bad reference, or unread answers
+MOST_OPTIONS = 20  # distinct answers that are taken for options where a recipe names none
 READS_THE_ROW = ("sql",)
 
 
@@ -93,6 +94,14 @@ def scores_of(
     if mistakes:
         raise DataError(mistakes[:MOST_SHOWN], len(mistakes), max(0, len(mistakes) - MOST_SHOWN))
     return [Unread() if result is None else result for result in results]  # type: ignore[misc]
+
+
+def options_among(answers: Mapping[str, int]) -> list[str]:
+    """The distinct answers, by how often they occur, if they are options: few, short, and each repeated; else none."""
+    few = 2 <= len(answers) <= MOST_OPTIONS and 2 * len(answers) <= sum(answers.values())
+    if not few or min(answers.values()) < 2 or not all(0 < len(answer) <= SHORT_LETTERS for answer in answers):
+        return []
+    return sorted(answers)
 
 
 def unread(answers: Sequence[str], scores: Sequence[float]) -> dict[str, Any]:

@@ -702,3 +702,14 @@ def test_rows_are_counted_as_training_counts_them(
     assert notes_before_launch(recipe, prepared)["steps"] == made.settings.steps
     monkeypatch.setenv("FINETUNE_CACHE", "/proc/none")  # which cannot be written: by bytes
     assert propose(str(file), model=str(model), gpus="cpu", output=tmp_path / "b.yaml").counts.longest < longest
+
+
+def test_few_repeated_answers_are_named_as_options(tmp_path: Path) -> None:
+    classes = ["spam", "no", "7"]
+    rows = [{"question": f"Is mail {number} good?", "answer": classes[number % 3]} for number in range(60)]
+    (tmp_path / "mails.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    (tmp_path / "free.jsonl").write_bytes(lines(lambda number: dict(zip("qa", german(number), strict=True))))
+    for name, options in (("mails", ["7", "no", "spam"]), ("free", [])):
+        words = ["init", str(tmp_path / f"{name}.jsonl"), "-o", str(tmp_path / f"{name}.yaml"), "--gpus", "1x24GB"]
+        assert main(words) == 0
+        assert load_recipe(tmp_path / f"{name}.yaml").recipe.eval.options == options
