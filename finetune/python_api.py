@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from finetune.errors import STOPPED, DoesNotFit, EnvironmentMismatch, FinetuneError, RankLost, Stopped
+from finetune.launch.with_parent import with_parent
 from finetune.output_stream import silenced
 from finetune.paths import CHECKOUT
 from finetune.recipe.loader import load_recipe
@@ -131,11 +132,12 @@ def load(run: str | os.PathLike[str]) -> TrainedRun:
 def _run_command(*words: str) -> None:
     """Run `finetune` with these words and print what it prints. Raises FinetuneError with its last words.
 
-    The child leads a group of its own: an interrupt reaches it once, from here, also where no terminal sends it.
+    The child leads a group of its own: an interrupt reaches it once, from here, also where no terminal sends it. When
+    this process is killed, as a notebook's kernel may be, the run saves and gives its GPU memory back.
     """
     program = f"import sys; sys.path.append({str(CHECKOUT)!r}); from finetune.cli.main import main; sys.exit(main())"
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", program, *words],
+        with_parent([sys.executable, "-P", "-c", program, *words]),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

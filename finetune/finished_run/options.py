@@ -59,7 +59,7 @@ class OptionScores:
         return [self.encoded[place]]
 
     def ask(self, model: Assembled, name: str, show: Callable[[str], None]) -> np.ndarray:
-        """One model's probabilities, float64 [rows, options], on every rank. Raises NotFinite."""
+        """One model's log-probabilities, float64 [rows, options], on every rank. Raises NotFinite."""
         recipe, ranks = self.run.recipe, self.by.ranks
         lengths = np.asarray([len(ids) for ids, _ in self.encoded])
         flat = attention_name(recipe) == attention.NAME
@@ -76,28 +76,35 @@ class OptionScores:
             for number, (batch, inputs) in enumerate(zip(on_device, batches, strict=True), 1):
                 show(f"given answers: micro-batch {number} of {len(batches)}")
                 sums[inputs.places] = -model.model(**model_inputs(batch, inputs.lengths)).float().cpu().numpy()
-        sums = np.sum(ranks.gather(sums), axis=0).reshape(-1, len(self.options))  # each place is one rank's
+        all_sums: np.ndarray = np.sum(ranks.gather(sums), axis=0)  # each place is one rank's
+        sums = all_sums.reshape(-1, len(self.options))
         if not np.isfinite(sums).all():
             raise NotFinite(
                 f"{self.run.folder}: not finite: log-probabilities of the {name} model; look at its weights"
             )
-        shares = np.exp(sums - sums.max(axis=1, keepdims=True))
-        result: np.ndarray = shares / shares.sum(axis=1, keepdims=True)
-        return result
+        return sums
 
     def compare(self, base: np.ndarray, tuned: np.ndarray) -> QuestionResult:
         """Figures for eval.json, and their words."""
         right = np.asarray(self.right)
-        models = {"base": base, "tuned": tuned}
+        models = {"base": probabilities(base), "tuned": probabilities(tuned)}
+        mass = {"base": float(np.exp(base).sum(axis=1).mean()), "tuned": float(np.exp(tuned).sum(axis=1).mean())}
         hits = {name: (shares.argmax(axis=1) == right).astype(float).tolist() for name, shares in models.items()}
         figures = {
             "data": self.name,
             "rows": len(right),
             "options": list(self.options),
             "accuracy": compared(hits["base"], hits["tuned"]),
-            **{name: probability_figures(shares, right) for name, shares in models.items()},
+            **{name: probability_figures(shares, right) | {"mass": mass[name]} for name, shares in models.items()},
         }
         return QuestionResult(figures, options_in_words(figures))
+
+
+def probabilities(sums: np.ndarray) -> np.ndarray:
+    """The softmax over the options of log-probabilities [rows, options]."""
+    shares = np.exp(sums - sums.max(axis=1, keepdims=True))
+    result: np.ndarray = shares / shares.sum(axis=1, keepdims=True)
+    return result
 
 
 def probability_figures(shares: np.ndarray, right: np.ndarray) -> dict[str, Any]:
@@ -135,13 +142,14 @@ def options_in_words(figures: Mapping[str, Any]) -> str:
     lines = [
         f"{counted(figures['rows'], 'question')} of {figures['data']} with {len(figures['options'])} given answers, by "
         "their probability:",
-        f"{'':8}{'right':>7}{'95 %':>17}{'Brier':>9}{'95 %':>17}{'calibration error':>20}",
+        f"{'':8}{'right':>7}{'95 %':>17}{'Brier':>9}{'95 %':>17}{'calibration error':>20}{'mass':>7}",
     ]
     for name in ("base", "tuned"):
         right, brier = figures["accuracy"][name], figures[name]["brier"]
         lines.append(
             f"{name:8}{right['mean']:>7.3f}   [{right['low']:.3f}, {right['high']:.3f}]{brier['mean']:>9.3f}   "
             f"[{brier['low']:.3f}, {brier['high']:.3f}]{figures[name]['calibration_error']:>20.3f}"
+            f"{figures[name]['mass']:>7.0%}"
         )
     return "\n".join([*lines, score_verdict("right", figures["accuracy"], figures["rows"])])
 

@@ -63,8 +63,8 @@ def trained(folder: Path, template: str, method: str) -> Path:
     return folder / "run"
 
 
-def plain_probabilities(model: Any, tokenizer: Any, asked: str) -> list[float]:
-    """Each option alone, without the kit."""
+def plain_probabilities(model: Any, tokenizer: Any, asked: str) -> tuple[list[float], float]:
+    """Each option alone, without the kit; and the mass of all of them."""
     sums = []
     for option in OPTIONS:
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": option}]
@@ -79,7 +79,7 @@ def plain_probabilities(model: Any, tokenizer: Any, asked: str) -> list[float]:
         by_token = torch.log_softmax(logits, -1)[range(start - 1, len(ids) - 1), ids[start:]]
         sums.append(float(by_token.sum()))
     weights = [math.exp(each - max(sums)) for each in sums]
-    return [weight / sum(weights) for weight in weights]
+    return [weight / sum(weights) for weight in weights], sum(map(math.exp, sums))
 
 
 @pytest.mark.sample(2)
@@ -93,7 +93,7 @@ def test_probabilities_are_plain_transformers(
     compare = module.OptionScores.compare
 
     def keep(self: module.OptionScores, base: np.ndarray, tuned: np.ndarray) -> Any:
-        seen.update(base=base, tuned=tuned)
+        seen.update(base=module.probabilities(base), tuned=module.probabilities(tuned))
         right.extend(self.right)
         return compare(self, base, tuned)
 
@@ -130,7 +130,9 @@ def test_probabilities_are_plain_transformers(
         models["tuned"] = PeftModel.from_pretrained(base, run / "adapter").eval()
     by_hand["tuned"] = [plain_probabilities(models["tuned"], tokenizer, questions(24)[number][0]) for number in numbers]
     for name in ("base", "tuned"):
-        assert np.abs(seen[name] - np.asarray(by_hand[name])).max() < 1e-5, name
+        assert np.abs(seen[name] - np.asarray([shares for shares, _ in by_hand[name]])).max() < 1e-5, name
+        mass = sum(mass for _, mass in by_hand[name]) / len(numbers)
+        assert result["options"][name]["mass"] == pytest.approx(mass, rel=1e-4)
     assert np.abs(seen["tuned"] - seen["base"]).max() > 0.05, "else it would prove little"
 
 
