@@ -76,13 +76,12 @@ class OptionScores:
             for number, (batch, inputs) in enumerate(zip(on_device, batches, strict=True), 1):
                 show(f"given answers: micro-batch {number} of {len(batches)}")
                 sums[inputs.places] = -model.model(**model_inputs(batch, inputs.lengths)).float().cpu().numpy()
-        all_sums: np.ndarray = np.sum(ranks.gather(sums), axis=0)  # each place is one rank's
-        sums = all_sums.reshape(-1, len(self.options))
-        if not np.isfinite(sums).all():
+        found: np.ndarray = np.sum(ranks.gather(sums), axis=0)  # each place is one rank's
+        if not np.isfinite(found).all():
             raise NotFinite(
                 f"{self.run.folder}: not finite: log-probabilities of the {name} model; look at its weights"
             )
-        return sums
+        return found.reshape(-1, len(self.options))
 
     def compare(self, base: np.ndarray, tuned: np.ndarray) -> QuestionResult:
         """Figures for eval.json, and their words."""
