@@ -146,6 +146,11 @@ def check(
                 notes.append(f"{formats.line}; the start also times small products")
             if formats.facts:
                 result["formats"] = formats.facts
+        if loaded.recipe.training.activation_offloading:
+            from finetune.closed_form.states_on_host import describe_states
+
+            gpus = loaded.recipe.budget.gpus
+            notes += describe_states(loaded.recipe, gpus or 1, pinned=gpus > 0)
         notes += download_lines(loaded.recipe)
         if notes or data:
             result["notes"] = notes

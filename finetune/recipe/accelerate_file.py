@@ -182,7 +182,13 @@ _FSDP: dict[str, AccelerateKey] = {
         owner=lambda recipe: recipe.training.activation_checkpointing,
         owner_key="training.activation_checkpointing",
     ),
-    "fsdp_activation_checkpointing_offload": AccelerateKey(_truth_value, works=(False,), same=False),
+    "fsdp_activation_checkpointing_offload": AccelerateKey(
+        _truth_value,
+        works=(True, False),
+        same=False,
+        owner=lambda recipe: recipe.training.activation_offloading,
+        owner_key="training.activation_offloading",
+    ),
 }
 _DEVICES = ("none", "cpu", "nvme")
 # DeepSpeed's own keys are checked together, by engine_mistakes.

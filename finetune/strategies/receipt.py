@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.architecture.offloading import states_on_host
 from finetune.architecture.own_layers.lora_linear import OWN, computed_by
 from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
 from finetune.architecture.recomputation import keeps_products
@@ -83,6 +84,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "layers_keeping_products": sum(1 for layer in layers if keeps_products(layer)),
+        "layers_with_states_on_host": sum(1 for layer in layers if states_on_host(layer)),
         "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
         "non_blocking": recipe.training.non_blocking,
         "batches_copied_ahead": int(recipe.training.non_blocking),
@@ -238,6 +240,11 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
             "training.activation_checkpointing: recomputed layers that keep their products",
             receipt["checkpointed_layers"] if recipe.training.keeps_products else 0,
             receipt["layers_keeping_products"],
+        ),
+        (
+            "training.activation_offloading: layers whose hidden states wait in host memory",
+            receipt["checkpointed_layers"] if recipe.training.activation_offloading else 0,
+            receipt["layers_with_states_on_host"],
         ),
     ]
 
