@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from finetune.errors import DoesNotFit, FinetuneError
 from finetune.measure.host_memory import available_bytes, pinned_bytes
 from finetune.measure.units import GIB
-from finetune.model.known_configs import config_here, planned_config
+from finetune.model.known_configs import planned_config
 from finetune.recipe.schema import Recipe
 from finetune.wording import counted
-
-KEY = "training.activation_offloading"
 
 
 def host_state_bytes(recipe: Recipe, config: Mapping[str, Any], *, pinned: bool = True) -> int:
@@ -29,30 +26,20 @@ def host_state_bytes(recipe: Recipe, config: Mapping[str, Any], *, pinned: bool 
     return int(config["num_hidden_layers"]) * (pinned_bytes(state) if pinned else state)
 
 
-def describe_states(recipe: Recipe, ranks: int, *, pinned: bool) -> list[str]:
-    """A line about the host memory for a machine with so many ranks, if the model's sizes are on this machine."""
-    if config_here(recipe.model.name_or_path, recipe.model.revision) is None:
-        return []
-    nbytes = _of_machine(recipe, ranks, pinned=pinned)
-    return [_in_words(nbytes, ranks, pinned=pinned)] if nbytes else []
+def check_host_memory(recipe: Recipe, ranks: int, *, pinned: bool, here: bool = True) -> list[str]:
+    """A line about the host memory that a machine with so many ranks needs; none for a model with unknown sizes.
 
-
-def check_host_memory(recipe: Recipe, ranks: int, *, pinned: bool) -> None:
-    """Refuse hidden states that this machine's `ranks` cannot keep in host memory. Raises DoesNotFit."""
-    nbytes, free = _of_machine(recipe, ranks, pinned=pinned), available_bytes()
-    if nbytes > free:
-        remedy = "set it to false, or lower data.max_length or training.per_device_batch_size"
-        raise DoesNotFit(f"{_in_words(nbytes, ranks, pinned=pinned)}, {free / GIB:.1f} are free; {remedy}")
-
-
-def _of_machine(recipe: Recipe, ranks: int, *, pinned: bool) -> int:
-    """0 where the model's sizes are not known."""
-    with suppress(FinetuneError):
+    Args:
+        here: This is the machine. Raises DoesNotFit if less is free.
+    """
+    try:
         config, _ = planned_config(recipe.model.name_or_path, recipe.model.revision)
-        return ranks * host_state_bytes(recipe, config, pinned=pinned)
-    return 0
-
-
-def _in_words(nbytes: int, ranks: int, *, pinned: bool) -> str:
-    memory, machine = "pinned host memory" if pinned else "host memory", counted(ranks, "rank")
-    return f"{KEY}: hidden states take {nbytes / GIB:.1f} GiB of {memory} on a machine with {machine}"
+    except FinetuneError:
+        return []
+    nbytes, free = ranks * host_state_bytes(recipe, config, pinned=pinned), available_bytes()
+    memory = f"{nbytes / GIB:.1f} GiB of {'pinned ' * pinned}host memory on a machine with {counted(ranks, 'rank')}"
+    line = f"training.activation_offloading: hidden states take {memory}"
+    if here and nbytes > free:
+        remedy = "set it to false, or lower data.max_length or training.per_device_batch_size"
+        raise DoesNotFit(f"{line}, {free / GIB:.1f} are free; {remedy}")
+    return [line]

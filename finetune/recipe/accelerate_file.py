@@ -183,11 +183,7 @@ _FSDP: dict[str, AccelerateKey] = {
         owner_key="training.activation_checkpointing",
     ),
     "fsdp_activation_checkpointing_offload": AccelerateKey(
-        _truth_value,
-        works=(True, False),
-        same=False,
-        owner=lambda recipe: recipe.training.activation_offloading,
-        owner_key="training.activation_offloading",
+        _truth_value, works=(False,), same=False, remedy="set training.activation_offloading: true; remove the line"
     ),
 }
 _DEVICES = ("none", "cpu", "nvme")

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.architecture.offloading import states_on_host
 from finetune.architecture.own_layers.lora_linear import OWN, computed_by
 from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
 from finetune.architecture.recomputation import keeps_products
@@ -84,7 +83,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "layers_keeping_products": sum(1 for layer in layers if keeps_products(layer)),
-        "layers_with_states_on_host": sum(1 for layer in layers if states_on_host(layer)),
+        "layers_with_states_on_host": sum(1 for layer in layers if hasattr(layer, "finetune_states_on_host")),
         "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
         "non_blocking": recipe.training.non_blocking,
         "batches_copied_ahead": int(recipe.training.non_blocking),
@@ -242,8 +241,8 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
             receipt["layers_keeping_products"],
         ),
         (
-            "training.activation_offloading: layers whose hidden states wait in host memory",
-            receipt["checkpointed_layers"] if recipe.training.activation_offloading else 0,
+            "training.activation_offloading: layers with hidden states in host memory",
+            receipt["layers"] * recipe.training.activation_offloading,
             receipt["layers_with_states_on_host"],
         ),
     ]

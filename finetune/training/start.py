@@ -186,7 +186,7 @@ def choose(checked: Checked) -> Choices:
     if recipe.training.activation_offloading:
         from finetune.closed_form.states_on_host import check_host_memory
 
-        check_host_memory(recipe, launch.local_world_size, pinned=gpus is not None)
+        _note(launch, *check_host_memory(recipe, launch.local_world_size, pinned=gpus is not None))
     probed = probe(recipe, checked.device).as_json()
     adapter = None
     if recipe.model.adapter is not None:
