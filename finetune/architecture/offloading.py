@@ -8,11 +8,8 @@ ahead, so two are on the device at any time. On a CPU the copy in "host memory" 
     copying stream    0 >       1 >       2 >           < 1       < 0
 
 Streams wait for each other by events alone, so memory is used again in the present stream's order, as the plan has it.
-`record_stream` would keep it for as long as the host is ahead of the device.
-
-    a layer ends          the present stream waits for the copy; then the input's memory is free
-    a state is fetched    the copying stream waits for what the present stream did with that memory before
-    a buffer is reused    its next copy follows its last one on the copying stream
+`record_stream` would keep it for as long as the host is ahead of the device. A buffer's next copy follows its last one
+on the copying stream.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ KEY = "training.activation_offloading"
 
 
 class _State:
-    """A layer's input, in host memory, on the device, or in both."""
+    """A layer's input in host memory, and on the device while a pass needs it there."""
 
     def __init__(self, hidden: Tensor, buffer: Tensor, earlier: weakref.ref[_State] | None) -> None:
         self.on_device: Tensor | None = hidden
@@ -83,9 +80,10 @@ class StatesOnHost:
 
     def _pack(self, tensor: Tensor) -> Tensor | _State:
         state = self._running
-        if state is None or state.on_device is None or tensor.shape != state.on_device.shape:
+        hidden = state.on_device if state else None
+        if state is None or hidden is None or tensor.shape != hidden.shape:
             return tensor
-        if tensor.untyped_storage() is not state.on_device.untyped_storage():
+        if tensor.untyped_storage() is not hidden.untyped_storage():
             return tensor
         state.is_saved = True
         return state
@@ -111,9 +109,8 @@ class StatesOnHost:
     def _buffer(self, hidden: Tensor) -> Tensor:
         if self._free and (buffer := self._free.pop()).nbytes >= hidden.nbytes:
             return buffer
-        pinned = hidden.device.type != "cpu"
         try:
-            return torch.empty(hidden.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            return torch.empty(hidden.nbytes, dtype=torch.uint8, device="cpu", pin_memory=hidden.device.type != "cpu")
         except RuntimeError as error:
             size = f"{hidden.nbytes / 2**30:.2f} GiB of pinned host memory"
             raise DoesNotFit(f"{KEY}: no room for {size}; set it to false, or lower data.max_length") from error
@@ -139,23 +136,12 @@ def copying_module(device: torch.device) -> Any:
     return None if device.type == "cpu" else torch.get_device_module(device)
 
 
-class _Reached(torch.autograd.Function):
-    """Frozen embeddings' output as one that requires a gradient. transformers makes it a leaf, which the graph would
-    hold until backward ends: [T, hidden], and its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor) -> Tensor:
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-def _reach(_: nn.Module, __: Any, output: Tensor) -> Any:
+def _reach(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    """Have frozen embeddings' output require a gradient. transformers makes it a leaf, which the graph would hold until
+    backward ends: [T, hidden]. Here an empty tensor is the leaf."""
     if output.requires_grad or not torch.is_grad_enabled():
         return output
-    return _Reached.apply(output, torch.empty(0, device=output.device, requires_grad=True))  # type: ignore[no-untyped-call]
+    return torch.cat((output, output.new_empty(0, requires_grad=True)))
 
 
 def offload_hidden_states(model: PreTrainedModel) -> None:

@@ -14,11 +14,8 @@ from finetune.wording import counted
 
 
 def host_state_bytes(recipe: Recipe, config: Mapping[str, Any], *, pinned: bool = True) -> int:
-    """One rank's host memory for all layers' hidden states, [T, hidden] each.
-
-    Llama 8B with rows of 32,768 tokens in bfloat16: 32 layers x 2 x 32,768 x 4,096 = 8 GiB. Pinned tensors take the
-    next power of two: with rows of 40,960 tokens not 10 GiB but 16.
-    """
+    """One rank's host memory for all layers' hidden states, [T, hidden] each. Llama 8B with rows of 32,768 tokens in
+    bfloat16: 32 layers x 2 x 32,768 x 4,096 = 8 GiB. Pinned, 40,960 tokens take not 10 GiB but 16."""
     training = recipe.training
     in_float32 = training.mixed_precision == "no" or (recipe.lora is not None and recipe.model.dtype == "float32")
     tokens = training.rows_at_once * recipe.data.row_tokens
@@ -27,11 +24,8 @@ def host_state_bytes(recipe: Recipe, config: Mapping[str, Any], *, pinned: bool 
 
 
 def check_host_memory(recipe: Recipe, ranks: int, *, pinned: bool, here: bool = True) -> list[str]:
-    """A line about the host memory that a machine with so many ranks needs; none for a model with unknown sizes.
-
-    Args:
-        here: This is the machine. Raises DoesNotFit if less is free.
-    """
+    """A line about the host memory of a machine with so many ranks; none for a model with unknown sizes. If `here`,
+    this is the machine: raises DoesNotFit if less is free."""
     try:
         config, _ = planned_config(recipe.model.name_or_path, recipe.model.revision)
     except FinetuneError:

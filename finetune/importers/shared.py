@@ -147,15 +147,13 @@ def carry_batch_size(
     foreign.write("training.per_device_batch_size", micro_batch, micro_batch_key)
 
 
-OFFLOADS = (  # axolotl's and TRL's name, LLaMA-Factory's, transformers' and accelerate's
-    *("activation_offloading", "use_unsloth_gc", "gradient_checkpointing_kwargs.offload"),
-    "fsdp_config.activation_checkpointing_offload",
-)
+# axolotl's and TRL's name, LLaMA-Factory's and transformers'
+OFFLOADS = ("activation_offloading", "use_unsloth_gc", "gradient_checkpointing_kwargs.offload")
 
 
 def carry_checkpointing(foreign: ForeignConfig, *keys: str, default: bool) -> None:
-    """training.activation_checkpointing, which FSDP's own section may turn on too, and training.activation_offloading:
-    hidden states alone wait in host memory here, so all else is recomputed."""
+    """training.activation_checkpointing, which FSDP's own section may turn on too, and training.activation_offloading,
+    which leaves hidden states alone."""
     foreign.carry("training.activation_checkpointing", *keys, default=default, change=bool)
     for key in ("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"):
         if foreign.get(key):

@@ -113,8 +113,7 @@ def _knobs(recipe: Recipe, gpus: Gpus, weights: float | None) -> Iterator[list[O
     recomputation = [option for option in recomputation if _recomputed(option.changes[RECOMPUTATION]) > now]
     if not training.activation_offloading and strategy.schedule is None:
         offloaded: Changes = {RECOMPUTATION: True} if training.recompute_every != 1 or training.keeps_products else {}
-        says = "hidden states wait in host memory, and all layers are recomputed from them"
-        recomputation.append(Option(offloaded | {OFFLOADING: True}, 6, says))
+        recomputation.append(Option(offloaded | {OFFLOADING: True}, 6, "hidden states wait in host memory"))
     yield recomputation
     if gpus.count * gpus.nodes > 1 and strategy.name != "fsdp2_offload":
         required: Changes = {}  # settings that sharded strategies require

@@ -182,9 +182,7 @@ _FSDP: dict[str, AccelerateKey] = {
         owner=lambda recipe: recipe.training.activation_checkpointing,
         owner_key="training.activation_checkpointing",
     ),
-    "fsdp_activation_checkpointing_offload": AccelerateKey(
-        _truth_value, works=(False,), same=False, remedy="set training.activation_offloading: true; remove the line"
-    ),
+    "fsdp_activation_checkpointing_offload": AccelerateKey(_truth_value, works=(False,), same=False),
 }
 _DEVICES = ("none", "cpu", "nvme")
 # DeepSpeed's own keys are checked together, by engine_mistakes.

@@ -137,8 +137,7 @@ def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
         remedy = "take accelerate_config=fsdp2"
         yield Unfit("training.objective", problem, remedy, {"accelerate_config": "fsdp2"})
     if recipe.training.activation_offloading:
-        key = "training.activation_offloading"
-        problem = f"a stage of {name} holds several micro-batches' hidden states, whose order is not tried"
+        key, problem = "training.activation_offloading", f"is not tried with {name}'s order of micro-batches"
         yield Unfit(key, problem, "set it to false, or take fsdp2", {key: False})
     if recipe.model.new_tokens:
         problem, remedy = f"{name} does not train rows of new tokens yet", "take accelerate_config=fsdp2"
