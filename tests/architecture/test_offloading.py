@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +148,14 @@ def test_the_stand_in_notices(folder: Path, place: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(type(device.copying), "wait_stream", lambda *_: None)
     else:
         monkeypatch.setattr(offloading.StatesOnHost, place, lambda *_: None)
-    with pytest.raises(AssertionError, match=r"before its copy|does not wait"):
-        trained(model_of(folder, "full", offloads=True))
+    model = model_of(folder, "full", offloads=True)
+
+    def run() -> None:
+        trained(model)
         device.copying.record_event().run()
+
+    with pytest.raises(AssertionError, match=r"before its copy|does not wait"):
+        run()
 
 
 @pytest.mark.thorough
@@ -224,11 +230,10 @@ def test_a_layer_that_cannot_is_an_error(wrong: str, says: str) -> None:
     layer, states = Layer(wrong), offloading.StatesOnHost()
     layer.register_forward_pre_hook(states.begin)
     layer.register_forward_hook(states.end, always_call=True)
-    hidden = torch.ones(1, 3, 8)
+    given = {"hidden": torch.ones(1, 3, 8)}
+    call = partial(layer, **given) if wrong == "names it" else partial(layer, *given.values())
     with pytest.raises(EnvironmentMismatch, match=says):
-        if wrong == "names it":
-            layer(hidden=hidden)
-        layer(hidden)
+        call()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "the hooks are gone"
 
 
