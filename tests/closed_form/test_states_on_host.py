@@ -33,10 +33,8 @@ def slope(**sections: Any) -> float:
     """Bytes that one more token of a row takes at the largest peak."""
     few, many = 16_384, 32_768
     config, gpu = full_config(LLAMA_8B)[0], parse_gpus("80GB")
-    more = (
-        estimate(recipe(many, **sections), config, gpu).needed - estimate(recipe(few, **sections), config, gpu).needed
-    )
-    return more / (many - few)
+    less, more = (estimate(recipe(tokens, **sections), config, gpu).needed for tokens in (few, many))
+    return (more - less) / (many - few)
 
 
 def test_bytes_a_token_as_docs_long_rows_has_them() -> None:
