@@ -54,10 +54,10 @@ def buffers_of(model: nn.Module) -> list[Tensor]:
     return free
 
 
-def trained(model: nn.Module, *, autocast: bool = False) -> list[dict[str, Tensor]]:
+def trained(model: nn.Module, *, autocast: bool = False, rows: Any = ROWS) -> list[dict[str, Tensor]]:
     """Loss and gradients after each of three micro-batches, which are added up."""
     found = []
-    for lengths in ROWS:
+    for lengths in rows:
         torch.manual_seed(5)
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
             loss = model(**flat_batch(lengths, vocabulary=97))
@@ -191,6 +191,14 @@ def test_a_graph_without_backward_gives_its_buffers_back(folder: Path) -> None:
     assert buffers_of(model) == []
     del loss
     assert len(buffers_of(model)) == LAYERS
+
+
+def test_longer_rows_take_larger_buffers(folder: Path) -> None:
+    rows = sorted(ROWS, key=sum)
+    expected = trained(model_of(folder, "full", offloads=False), rows=rows)
+    model = model_of(folder, "full", offloads=True)
+    assert_same_bits(trained(model, rows=rows), expected)
+    assert [buffer.nbytes for buffer in buffers_of(model)] == LAYERS * [max(map(sum, ROWS)) * 64 * 4]
 
 
 def test_two_graphs_at_once(folder: Path) -> None:
