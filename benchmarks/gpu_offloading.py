@@ -9,6 +9,7 @@ all of them frozen but the norms, every layer recomputed, rows of 16,384 tokens:
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -54,7 +55,10 @@ def _trained(layers: int, tokens: int, *, offloads: bool, shrunken: bool) -> dic
 
     from finetune.architecture.offloading import offload_hidden_states
     from finetune.architecture.recomputation import checkpoint_layers
+    from finetune.launch.determinism import deterministic_algorithms
+    from finetune.launch.gpu_environment import CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES
 
+    os.environ.setdefault(CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES[0])
     device = torch.device("cpu" if shrunken else "cuda")
     width = {"hidden_size": 64, "intermediate_size": 128} if shrunken else {"intermediate_size": 14_336}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2} if shrunken else {"num_key_value_heads": 8}
@@ -75,12 +79,13 @@ def _trained(layers: int, tokens: int, *, offloads: bool, shrunken: bool) -> dic
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        loss = model.model(input_ids=ids, use_cache=False).last_hidden_state.float().square().mean()
-        loss.backward()
+        with deterministic_algorithms(True, device):  # flash attention's backward sums in any order otherwise
+            loss = model.model(input_ids=ids, use_cache=False).last_hidden_state.float().square().mean()
+            loss.backward()
         tensors[f"{step}: loss"] = loss.detach().cpu()  # waits for the device
         seconds.append(time.perf_counter() - began)
-        tensors |= {f"{step}: {name}": each.grad.cpu() for name, each in model.named_parameters() if each.requires_grad
-                    and each.grad is not None}  # fmt: skip
+        trained = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        tensors |= {f"{step}: {name}": gradient.cpu() for name, gradient in trained.items()}
     states = getattr(model.model.layers[0], "finetune_states_on_host", None)
     return {
         "tensors": tensors,

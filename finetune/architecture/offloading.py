@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import DoesNotFit, EnvironmentMismatch
 
-KEY = "training.activation_offloading"
+_KEY = "training.activation_offloading"
 
 
 class _State:
@@ -56,7 +56,7 @@ class StatesOnHost:
         if not (layer.training and torch.is_grad_enabled()):
             return
         if not (args and isinstance(args[0], Tensor) and args[0].is_contiguous()):
-            raise EnvironmentMismatch(f"{KEY}: {type(layer).__name__} takes its input by name; set it to false")
+            raise EnvironmentMismatch(f"{_KEY}: {type(layer).__name__} takes its input by name; set it to false")
         hidden = args[0].detach()
         buffer = self._buffer(hidden)
         state = _State(hidden, buffer, self._latest)
@@ -74,7 +74,7 @@ class StatesOnHost:
         self._hooks.__exit__()
         is_unchanged = state.on_device._version == state.version  # else the copy may have seen either
         if output is not None and not (state.is_saved and is_unchanged):
-            raise EnvironmentMismatch(f"{KEY}: {type(layer).__name__} does not keep its input; set it to false")
+            raise EnvironmentMismatch(f"{_KEY}: {type(layer).__name__} does not keep its input; set it to false")
         self._wait_for_copy(state)
         state.on_device = None
 
@@ -113,7 +113,7 @@ class StatesOnHost:
             return torch.empty(hidden.nbytes, dtype=torch.uint8, device="cpu", pin_memory=hidden.device.type != "cpu")
         except RuntimeError as error:
             size = f"{hidden.nbytes / 2**30:.2f} GiB of pinned host memory"
-            raise DoesNotFit(f"{KEY}: no room for {size}; set it to false, or lower data.max_length") from error
+            raise DoesNotFit(f"{_KEY}: no room for {size}; set it to false, or lower data.max_length") from error
 
     def _copy(self, state: _State, target: Tensor, source: Tensor) -> None:
         module = copying_module(state.device)
