@@ -146,6 +146,11 @@ def check(
                 notes.append(f"{formats.line}; the start also times small products")
             if formats.facts:
                 result["formats"] = formats.facts
+        if loaded.recipe.training.activation_offloading:
+            from finetune.closed_form.states_on_host import check_host_memory
+
+            gpus = loaded.recipe.budget.gpus
+            notes += check_host_memory(loaded.recipe, gpus or 1, pinned=gpus > 0, here=False)
         notes += download_lines(loaded.recipe)
         if notes or data:
             result["notes"] = notes

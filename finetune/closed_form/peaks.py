@@ -146,7 +146,7 @@ def backward(rank: RankSizes) -> Iterator[Bytes]:
     """Where it begins, in the last layers and the first, and at the embeddings."""
     layers, period = rank.shape.layers, max(1, rank.recompute_period)
     yield from _at_the_beginning(rank)
-    for layer in sorted({*range(max(0, layers - 1 - period), layers), *range(min(period, layers))}):
+    for layer in sorted({*range(max(0, layers - 1 - period), layers), *range(min(period + 1, layers))}):
         yield from _in_layer(rank, layer)
     yield from _at_the_end(rank)
 

@@ -134,6 +134,10 @@ class RankSizes:
 
     def saved_by_layers(self, layers: int) -> tuple[int, int]:
         """Bytes that the first `layers` layers leave for backward: activations, and cast weights."""
+        if self.recipe.training.activation_offloading:
+            # Beside a running layer's input one more is on the device: the first layer's, to which the model's forward
+            # refers, or in backward the next one's, which is fetched meanwhile.
+            return self.residual_bytes * (0 < layers < self.shape.layers), 0
         recomputed = 0
         if self.recompute_period:  # layers 0, period, 2 * period: rounded up
             recomputed = -(-layers // self.recompute_period)

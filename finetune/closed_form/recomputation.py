@@ -136,7 +136,9 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
     if not any(asked.values()):
         return Chosen(recipe)
     settings: Sequence[Recomputation] = (training.activation_checkpointing,)
-    if asked[RECOMPUTATION]:
+    if asked[RECOMPUTATION] and training.activation_offloading:
+        settings = (True,)
+    elif asked[RECOMPUTATION]:
         compiles = gpus is not None and training.compile is not False
         settings = RECOMPUTATIONS_IF_COMPILED if compiles else RECOMPUTATIONS
 

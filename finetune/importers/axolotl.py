@@ -198,8 +198,6 @@ def _training(foreign: ForeignConfig) -> None:
     foreign.carry("training.max_grad_norm", "max_grad_norm", default=1.0, change=positive_or_none)
     carry_optimizer(foreign, "optimizer", "adamw_torch_fused")
     carry_checkpointing(foreign, "gradient_checkpointing", default=False)
-    if foreign.peek("activation_offloading") == "hidden_states":  # of each layer the input alone, recomputed from there
-        foreign.write("training.activation_checkpointing", True, "activation_offloading")
     foreign.carry("training.seed", "seed", default=42)
     foreign.carry("training.early_stopping_patience", "early_stopping_patience")
     foreign.carry("logging_steps", "logging_steps", change=as_count)

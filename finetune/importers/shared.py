@@ -147,12 +147,22 @@ def carry_batch_size(
     foreign.write("training.per_device_batch_size", micro_batch, micro_batch_key)
 
 
+# axolotl's and TRL's name, LLaMA-Factory's and transformers'
+OFFLOADS = ("activation_offloading", "use_unsloth_gc", "gradient_checkpointing_kwargs.offload")
+
+
 def carry_checkpointing(foreign: ForeignConfig, *keys: str, default: bool) -> None:
-    """training.activation_checkpointing, which FSDP's own section may turn on too."""
+    """training.activation_checkpointing, which FSDP's own section may turn on too, and training.activation_offloading,
+    which leaves hidden states alone."""
     foreign.carry("training.activation_checkpointing", *keys, default=default, change=bool)
     for key in ("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"):
         if foreign.get(key):
             foreign.write("training.activation_checkpointing", True, key)
+    offloads = [key for key in OFFLOADS if foreign.get(key)]
+    offloads += [key for key in keys if str(foreign.peek(key)).startswith("offload")]  # axolotl's older values
+    if offloads:
+        foreign.write("training.activation_checkpointing", True, offloads[0])
+        foreign.write("training.activation_offloading", True, offloads[0])
 
 
 # -- the strategy ------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from finetune.measure.host_memory import available_bytes
 from finetune.measure.phases import peak_bytes
 from finetune.measure.units import GIB
 from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import strategy_of
 
 # The messages of allocators that raise plain RuntimeErrors: the host's, cuBLAS's, NCCL's.
 _WORDS = re.compile(r"out of memory|DefaultCPUAllocator|ALLOC_FAILED|Cannot allocate memory|Failed to CUDA (m|c)alloc")
@@ -118,6 +119,8 @@ def smaller(recipe: Recipe) -> Iterator[str]:
         yield f"training.per_device_batch_size={training.rows_at_once // 2}"
     if training.recompute_every != 1 or training.keeps_products:
         yield "training.activation_checkpointing=true"
+    elif not training.activation_offloading and strategy_of(recipe).schedule is None:
+        yield "training.activation_offloading=true"
     yield f"data.max_length={recipe.data.max_length // 2}"
 
 

@@ -93,6 +93,10 @@ def build_model(
     if every := recipe.training.recompute_every:
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
         checkpoint_layers(model, every, keep_products=recipe.training.keeps_products)
+    if recipe.training.activation_offloading:
+        from finetune.architecture.offloading import offload_hidden_states
+
+        offload_hidden_states(model)
     return adapted.to(device)
 
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from finetune.closed_form.estimate import estimate, unsupported
 from finetune.closed_form.rank import cached_strategy
 from finetune.closed_form.shape import approximate_weights
+from finetune.closed_form.states_on_host import host_state_bytes
 from finetune.errors import FinetuneError
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS, for_shards, usual_rate
@@ -25,6 +26,7 @@ from finetune.recipe.sections.training import RECOMPUTATIONS
 Changes = dict[str, Any]  # dotted key -> value
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
 RECOMPUTATION, STRATEGY = "training.activation_checkpointing", "accelerate_config"
+OFFLOADING = "training.activation_offloading"
 SHORTEST = 512  # tokens; shorter rows are not proposed
 SHOWN, TRACES = 3, 6  # changes that make a recipe fit; traces at most until one of them fits by its trace
 GUESSES = 6  # plans that `largest` places by a guess; further plans halve the rest
@@ -108,7 +110,11 @@ def _knobs(recipe: Recipe, gpus: Gpus, weights: float | None) -> Iterator[list[O
         Option({RECOMPUTATION: True}, 4, "a third more compute"),
     ]
     now = _recomputed(training.activation_checkpointing)
-    yield [option for option in recomputation if _recomputed(option.changes[RECOMPUTATION]) > now]
+    recomputation = [option for option in recomputation if _recomputed(option.changes[RECOMPUTATION]) > now]
+    if not training.activation_offloading and strategy.schedule is None:
+        offloaded: Changes = {RECOMPUTATION: True} if training.recompute_every != 1 or training.keeps_products else {}
+        recomputation.append(Option(offloaded | {OFFLOADING: True}, 6, "hidden states wait in host memory"))
+    yield recomputation
     if gpus.count * gpus.nodes > 1 and strategy.name != "fsdp2_offload":
         required: Changes = {}  # settings that sharded strategies require
         if recipe.quantization is not None and recipe.quantization.load_in_4bit:
@@ -150,6 +156,7 @@ def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Varian
         *((STRATEGY, name, "less traffic") for name in ("ddp", "fsdp2_grad_op")),
         *((ROWS, number, "fewer, larger micro-batches") for number in _powers(most)),
         *((LENGTH, tokens, "longer rows") for tokens in _powers(longest)),
+        (OFFLOADING, False, "hidden states stay on the GPU: no copies"),
         ("quantization", None, "base weights that are not rounded"),
         ("training.pure_bf16", False, "trained weights and their state in float32"),
     ]
@@ -158,7 +165,7 @@ def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Varian
         if key in (ROWS, LENGTH):
             allowed = value > current
         elif key == RECOMPUTATION:
-            allowed = _recomputed(value) < _recomputed(current)
+            allowed = _recomputed(value) < _recomputed(current) and not training.activation_offloading
         elif key == STRATEGY:
             allowed = strategy.name == "fsdp2" or (strategy.name == "fsdp2_grad_op" and value == "ddp")
         else:  # quantization and pure_bf16 can be taken away
@@ -218,6 +225,9 @@ def remedies(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, plan: PlanFu
             break
         if any(variant.changes.keys() >= shown.changes.keys() for shown in result):
             continue
+        if variant.recipe.training.activation_offloading:
+            says = f"{host_state_bytes(variant.recipe, config) / 2**30:.1f} GiB of pinned host memory a rank"
+            variant = replace(variant, says=(*variant.says, says))
         needed = 0
         if has_closed_form:
             if unsupported(variant.recipe, config, gpus) is not None:

@@ -245,6 +245,8 @@ def _training(recipe: Recipe, processes: int) -> Iterator[RecipeChange]:
         },
         f"training: {STEPS} steps of {counted(rows, recipe.data.row_noun)}, {micro_batch} at a time on each rank",
     )
+    if training.activation_offloading:
+        yield RecipeChange({}, "training.activation_offloading: hidden states are copied within this CPU's memory")
     if plain := OPTIMIZERS[training.optim].unpaged:
         note = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"
         yield RecipeChange({"training.optim": plain}, note)

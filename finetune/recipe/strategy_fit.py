@@ -51,6 +51,10 @@ def unfit(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
         yield from _sharded_quantization(recipe)
     if strategy.schedule is not None:
         yield from _under_pipeline(recipe, strategy)
+    if recipe.training.activation_offloading and recipe.training.activation_checkpointing not in (True, "auto"):
+        key, offloading = "training.activation_checkpointing", "training.activation_offloading"
+        problem = f"layers that keep more than their input would keep it on the GPU, and {offloading} is true"
+        yield Unfit(key, problem, f"set it to true, or {offloading}: false", {key: True})
     if recipe.training.compile is True and (reason := not_compiled(recipe, strategy)):
         problem, remedy = f"true: {reason}", "set training.compile: false"
         yield Unfit("training.compile", problem, remedy, {"training.compile": False})
@@ -132,6 +136,9 @@ def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
         problem = f"{recipe.training.objective}: the last stage of {name} has a loss for supervised tokens alone"
         remedy = "take accelerate_config=fsdp2"
         yield Unfit("training.objective", problem, remedy, {"accelerate_config": "fsdp2"})
+    if recipe.training.activation_offloading:
+        key, problem = "training.activation_offloading", f"is not tried with {name}'s order of micro-batches"
+        yield Unfit(key, problem, "set it to false, or take fsdp2", {key: False})
     if recipe.model.new_tokens:
         problem, remedy = f"{name} does not train rows of new tokens yet", "take accelerate_config=fsdp2"
         yield Unfit("model.add_tokens", problem, remedy, {"accelerate_config": "fsdp2"})

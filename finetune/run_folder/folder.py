@@ -81,6 +81,7 @@ FREE_TO_CHANGE = (
     "hub",
     "timeout_seconds",
     "training.activation_checkpointing",
+    "training.activation_offloading",
     "training.compile",
     "training.deterministic",
     "training.per_device_batch_size",

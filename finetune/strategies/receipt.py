@@ -83,6 +83,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "layers_keeping_products": sum(1 for layer in layers if keeps_products(layer)),
+        "layers_with_states_on_host": sum(1 for layer in layers if hasattr(layer, "finetune_states_on_host")),
         "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
         "non_blocking": recipe.training.non_blocking,
         "batches_copied_ahead": int(recipe.training.non_blocking),
@@ -238,6 +239,11 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
             "training.activation_checkpointing: recomputed layers that keep their products",
             receipt["checkpointed_layers"] if recipe.training.keeps_products else 0,
             receipt["layers_keeping_products"],
+        ),
+        (
+            "training.activation_offloading: layers",
+            receipt["layers"] * recipe.training.activation_offloading,
+            receipt["layers_with_states_on_host"],
         ),
     ]
 

@@ -183,6 +183,10 @@ def choose(checked: Checked) -> Choices:
 
     gpus = own_gpus(recipe, launch)
     recipe, recomputation, rows = own_split(recipe, launch, gpus)
+    if recipe.training.activation_offloading:
+        from finetune.closed_form.states_on_host import check_host_memory
+
+        _note(launch, *check_host_memory(recipe, launch.local_world_size, pinned=gpus is not None))
     probed = probe(recipe, checked.device).as_json()
     adapter = None
     if recipe.model.adapter is not None:

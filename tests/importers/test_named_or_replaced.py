@@ -342,6 +342,7 @@ SHAREGPT = {"path": "c/d", "type": "sharegpt"}
 TRUE_LINEAR = AXOLOTL_LORA_8B | {"lora_target_linear": True}
 TRL_DPO = TRL_SHORT | {"loss_type": "sigmoid", "use_peft": True}
 ENTRY = {"path": "a/b", "format": "messages", "drop": ["duplicate"]}
+OFFLOADING = "training.activation_offloading"
 LONG, KIND, ROWS = "data.truncation", "datasets.*.type", "data.train"
 
 
@@ -394,7 +395,15 @@ LONG, KIND, ROWS = "data.truncation", "datasets.*.type", "data.train"
         (TRL_DPO | {"max_completion_length": 256}, {"training.objective": "dpo"}, {"max_completion_length": "differs"}),
         # One more step of theirs.
         (AXOLOTL_LORA_8B | {"activation_offloading": "hidden_states", "gradient_checkpointing": None},
-         {"training.activation_checkpointing": True}, {}),
+         {"training.activation_checkpointing": True, OFFLOADING: True}, {"activation_offloading": None}),
+        (AXOLOTL_LORA_8B | {"gradient_checkpointing": "offload"},
+         {"training.activation_checkpointing": True, OFFLOADING: True}, {"gradient_checkpointing": None}),
+        (AXOLOTL_LORA_8B | {"activation_offloading": False}, {OFFLOADING: "absent"}, {"activation_offloading": None}),
+        (TRL_SHORT | {"activation_offloading": True, "gradient_checkpointing": False},
+         {"training.activation_checkpointing": True, OFFLOADING: True}, {"activation_offloading": None}),
+        (TRL_SHORT | {"gradient_checkpointing_kwargs": {"offload": True}}, {OFFLOADING: True},
+         {"gradient_checkpointing_kwargs.offload": None}),
+        (FACTORY_LLAMA | {"use_unsloth_gc": True}, {OFFLOADING: True}, {"use_unsloth_gc": None}),
         (AXOLOTL_LORA_8B | CHATS | {"dataset_exact_deduplication": True}, {ROWS: [ENTRY]}, {KIND: None}),
         (AXOLOTL_LORA_8B | {"datasets": 2 * CHATS["datasets"], "dataset_exact_deduplication": True},
          {ROWS: [ENTRY, ENTRY]}, {"dataset_exact_deduplication": "look"}),

@@ -101,7 +101,11 @@ def test_another_phase_is_described_by_the_largest() -> None:
 
 def test_what_takes_less() -> None:
     least = RECIPE.model_copy(update={"training": Training(per_device_batch_size=1)})
-    assert list(smaller(least)) == ["data.max_length=2048"]
+    offloading, shorter = "training.activation_offloading=true", "data.max_length=2048"
+    assert list(smaller(least)) == [offloading, shorter]
+    offloads = Training(per_device_batch_size=1, activation_offloading=True)
+    assert list(smaller(least.model_copy(update={"training": offloads}))) == [shorter]
+    assert list(smaller(least.model_copy(update={"accelerate_config": "1f1b"}))) == [shorter]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ SAMPLE = [
 ]
 
 
+# Long rows, so that what waits in host memory is most of all there is.
+OFFLOADED = [
+    Case("qlora", "bf16", 1, packed=True, tied=False, micro_steps=2, offloads=True),
+    Case("lora", "pure_bf16", 1, packed=True, tied=True, micro_steps=1, offloads=True),
+    Case("full", "bf16", 1, packed=True, tied=False, micro_steps=2, offloads=True),
+]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models(tmp_path_factory.mktemp("planned"))
@@ -44,6 +53,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_a_sample_is_planned_to_the_byte(case: Case, folder: Path) -> None:
     assert list(differences(planned(case, folder), tracked(case, folder))) == []
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("case", OFFLOADED, ids=str)
+def test_offloaded_hidden_states_are_planned_to_the_byte(case: Case, folder: Path) -> None:
+    found = tracked(case, folder)
+    assert list(differences(planned(case, folder), found)) == []
+    resident = tracked(dataclasses.replace(case, offloads=False), folder)
+    assert found["forward"] != resident["forward"]
 
 
 @pytest.mark.slow

@@ -105,6 +105,20 @@ def test_changes_that_fit(name: str, gpus: str) -> None:
     assert len(found) == 1 or "by the closed form alone" in heads[-1]
 
 
+def test_offloading_is_named_with_its_bytes() -> None:
+    """Where all layers are recomputed and rows are long; 36 states of [65536, 4096] are in pinned memory."""
+    name, room = "qwen3_8b_qlora_long_1x24gb", parse_gpus("24GB")
+    recipe = load(name, "data.max_length=65536", "training.activation_offloading=false")
+    found = {each.words: each for each in remedies(recipe, config_of(recipe), room, Planner())}
+    remedy = found["training.activation_offloading=true"]
+    assert remedy.says == ("hidden states wait in host memory", "18.0 GiB of pinned host memory a rank")
+    assert 36 * 65_536 * 4096 * 2 == 18 * 2**30
+    offloads = load(name, "data.max_length=2048")
+    spared = {next(iter(each.changes)) for each in spare(offloads, config_of(offloads), room)}
+    assert "training.activation_offloading" in spared
+    assert "training.activation_checkpointing" not in spared, "it would be refused"
+
+
 def test_traces_are_few_where_none_fits_and_the_closed_form_goes_on() -> None:
     recipe, room, asked = load("llama3_full"), parse_gpus("8x40GB"), list[Recipe]()
 

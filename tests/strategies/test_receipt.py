@@ -139,6 +139,14 @@ def one_keeps_products(built: Built) -> None:
     built.layers()[0].finetune_keeps_products = True
 
 
+def none_offloads(built: Built) -> None:
+    built.training(activation_checkpointing=True, activation_offloading=True)
+
+
+def one_offloads(built: Built) -> None:
+    built.layers()[0].finetune_states_on_host = object()
+
+
 def none_kept(built: Built) -> None:
     built.training(activation_checkpointing=False)
 
@@ -178,6 +186,8 @@ CASES = (
         "training.activation_checkpointing: recomputed layers that keep their products: asked 0, runs 1",
     ),
     Case(none_kept, "training.activation_checkpointing: layers recomputed: asked 0, runs 2"),
+    Case(none_offloads, "training.activation_offloading: layers: asked 2, runs 0"),
+    Case(one_offloads, "training.activation_offloading: layers: asked 0, runs 1"),
 )
 REDUCTION = "training.mixed_precision: number format of the reduction"
 
@@ -188,7 +198,7 @@ def built(tiny_llama: Path) -> Built:
     return Built(tiny_llama, model=model, training={"activation_checkpointing": True})
 
 
-@pytest.mark.sample(6, thorough=18)
+@pytest.mark.sample(6, thorough=20)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.spoil.__name__)
 def test_what_differs_from_the_recipe_is_refused(case: Case, built: Built) -> None:
     assert built.receipt()["layers"] == 2
@@ -208,7 +218,7 @@ def test_other_quantised_layers_are_refused(tiny_llama: Path) -> None:
 
 def test_every_check_has_a_case(built: Built) -> None:
     places = [place for place, _, _ in receipt_checks(built.recipe, built.strategy, built.receipt())]
-    assert len(places) == len(set(places)) == 13
+    assert len(places) == len(set(places)) == 14
     seen = {place for place in places if any(case.line.startswith(f"{place}: asked ") for case in CASES)}
     assert seen | {REDUCTION} == set(places)
 

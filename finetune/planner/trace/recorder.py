@@ -100,6 +100,7 @@ class Recorder:
             self._head = self._names[id(head)]
 
         def entered(module: nn.Module, _: Any) -> None:
+            self.ledger.book_ends()  # the caller lets go of a layer's input when the layer has returned
             outer = self._stack[-1] if self._stack else ""
             self._latest = self._names.get(id(module), outer)
             self._stack.append(self._latest)

@@ -92,6 +92,11 @@ class Training(Section):
         "they keep products and attention outputs. auto: the least that fits by the closed form (on a CPU, into free "
         "host memory); true without a closed form.",
     )
+    activation_offloading: bool = Field(
+        False,
+        description="Hidden states of recomputed layers wait for backward in pinned host memory, for long rows. It "
+        "takes 2 bytes x hidden size for each token and layer there, over PCIe twice. auto recomputes all layers then.",
+    )
     compile: bool | Literal["auto"] = Field(
         "auto",
         description="Decoder layers as fused kernels (torch.compile), and on a GPU pure_bf16's update as one. auto: on "

@@ -74,11 +74,13 @@ class Case:
     micro_steps: int
     optim: str = "adamw"
     one_width: bool = False  # of all micro-batches, as the stages of a pipeline have them
+    offloads: bool = False  # hidden states to host memory, of longer rows
 
     def __str__(self) -> str:
         rest = "packed" * self.packed or "padded", "tied" * self.tied or "untied", self.micro_steps
         words = (self.method, self.precision, self.checkpointing, *rest)
-        return "-".join(map(str, words if self.optim == "adamw" else (*words, self.optim)))
+        words = words if self.optim == "adamw" else (*words, self.optim)
+        return "-".join(map(str, (*words, "offloads") if self.offloads else words))
 
     def recipe(self, folder: Path) -> Recipe:
         return Recipe(
@@ -92,6 +94,7 @@ class Case:
             training=Training(
                 optim=self.optim,  # type: ignore[arg-type]
                 activation_checkpointing=self.checkpointing or False,
+                activation_offloading=self.offloads,
                 **PRECISIONS[self.precision],
             ),
             output_dir=str(folder / "runs" / f"{self}-{os.environ.get('WORLD_SIZE', 1)}"),
@@ -102,6 +105,8 @@ class Case:
         if self.one_width:
             lengths = [(39,), (7, 12, 20), (30, 9)] * self.micro_steps
             lengths = lengths[: self.micro_steps]
+        if self.offloads:
+            lengths = ((300, 724), (90, 5, 410))[: self.micro_steps]
         return [flat_batch(some) if self.packed else padded_batch(some) for some in lengths]  # type: ignore[misc]
 
 
