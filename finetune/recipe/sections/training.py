@@ -92,6 +92,11 @@ class Training(Section):
         "they keep products and attention outputs. auto: the least that fits by the closed form (on a CPU, into free "
         "host memory); true without a closed form.",
     )
+    mlp_tile_tokens: Count | None = Field(
+        None,
+        description="Each layer's dense MLP runs over so many tokens at a time, and once more in backward, so memory "
+        "holds one tile's wide tensors. 4096 is a good size for rows of 16,384 tokens or more. null: the whole row.",
+    )
     compile: bool | Literal["auto"] = Field(
         "auto",
         description="Decoder layers as fused kernels (torch.compile), and on a GPU pure_bf16's update as one. auto: on "
