@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.own_layers.lora_linear import OWN, computed_by
-from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
+from finetune.architecture.own_layers.norm_and_gate import norms_and_gates, tiled_mlps
 from finetune.architecture.recomputation import keeps_products
 from finetune.errors import EnvironmentMismatch
 from finetune.model.adapter_targets import adapted_paths, describe_reach, part_of, reach
@@ -44,6 +44,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
     frozen = [parameter for parameter in model.parameters() if not is_trained(parameter)]
     packed = {id(layer.weight) for layer in (*quantized_layers(model), *float8_layers(model))}
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    tiled = tiled_mlps(model)
     cast_to = _compute_dtype(accelerator, parts)
     receipt = {
         "strategy": strategy.name,
@@ -83,6 +84,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "layers_keeping_products": sum(1 for layer in layers if keeps_products(layer)),
+        "mlp_tiles": {"tokens": tiled[0].finetune_tile_tokens, "layers": len(tiled)} if tiled else None,
         "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
         "non_blocking": recipe.training.non_blocking,
         "batches_copied_ahead": int(recipe.training.non_blocking),
@@ -239,6 +241,7 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
             receipt["checkpointed_layers"] if recipe.training.keeps_products else 0,
             receipt["layers_keeping_products"],
         ),
+        ("training.mlp_tile_tokens", recipe.training.mlp_tile_tokens, (receipt["mlp_tiles"] or {}).get("tokens")),
     ]
 
 
@@ -259,7 +262,7 @@ def describe(receipt: dict[str, Any]) -> str:
     return (
         f"{name}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
-        f"{describe_reach(receipt)}{_computed_by_peft(receipt)}"
+        f"{describe_reach(receipt)}{_computed_by_peft(receipt)}{_tiles(receipt)}"
         f"{pipeline}"
         f"{describe_batch(receipt)}"
     )
@@ -295,6 +298,14 @@ def describe_stages(receipt: dict[str, Any]) -> str:
         f"{batch['width']:,} tokens, {batch['padding_share']:.0%} of them padding; each stage idle {idle:.0%} of the "
         "time where all are as fast"
     )
+
+
+def _tiles(receipt: dict[str, Any]) -> str:
+    """The line, with its break, about MLPs that run in tiles; empty if none does."""
+    tiles = receipt.get("mlp_tiles")
+    if tiles is None:
+        return ""
+    return f"MLPs of {tiles['layers']} of {receipt['layers']} layers run in tiles of {tiles['tokens']:,} tokens\n"
 
 
 def _computed_by_peft(receipt: dict[str, Any]) -> str:

@@ -72,3 +72,36 @@ def test_loss_and_gradients_as_without_tiles(tmp_path: Path, method: str, recomp
     expected = trained(model_of(folder, method, None, recompute))
     limit = 2e-2 if "formats" in method else 1e-6
     assert distance(trained(model_of(folder, method, TILE, recompute)), expected) < limit
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3", "olmo2"])
+def test_layers_with_norms_elsewhere(tmp_path: Path, family: str) -> None:
+    save_shaken(family, tmp_path)
+    assert distance(trained(model_of(tmp_path, "full", TILE)), trained(model_of(tmp_path, "full", None))) < 1e-6
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_bfloat16_sums_tiles_in_float32(tmp_path: Path, method: str) -> None:
+    """Tiles of one token are 24 sums. In bfloat16 each would round once more."""
+    folder = save_tiny(tmp_path)
+    exact = trained(model_of(folder, method, None))
+    whole = distance(trained(model_of(folder, method, None), autocast=True), exact)
+    assert distance(trained(model_of(folder, method, 1), autocast=True), exact) < 1.3 * whole
+
+
+class Products(TorchDispatchMode):
+    """Tokens that went through products of the MLP's width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.width, self.tokens = width, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # gate and up make [tokens, width] of [tokens, hidden]; down and backward make others.
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_") and result.shape[-1] == self.width:
+            factor = args[-2]
+            if factor.shape[0] == result.shape[0] and factor.shape[1] != self.width:
+                self.tokens += result.shape[0]
+        return result

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.own_layers.lora_linear import product_dtype
+from finetune.architecture.own_layers.norm_and_gate import tiled_mlps
 from finetune.errors import FinetuneError
 
 
@@ -50,11 +51,6 @@ def tile_mlps(model: nn.Module, tokens: int) -> None:
             f"training.mlp_tile_tokens: {tokens}: no layer of this model has a dense gated MLP that the kit knows; "
             "leave it out"
         )
-
-
-def tiled_mlps(model: nn.Module) -> list[Any]:
-    """The MLPs that run in tiles."""
-    return [module for module in model.modules() if hasattr(module, "finetune_tile_tokens")]
 
 
 def _forward(mlp: Any, hidden: Tensor) -> Tensor:
