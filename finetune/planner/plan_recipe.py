@@ -33,6 +33,7 @@ from finetune.strategies.accelerator import check_combination
 from finetune.strategies.packages import check_packages
 from finetune.tokens.batches import MicroBatch
 
+FIRST_TOKENS = 512  # a row's in the first step, if memory alone is planned
 STAGES_AT_ONCE = 4  # pipeline stages that are traced at once, with half a GiB of host memory each
 
 
@@ -119,6 +120,7 @@ def plan_recipe(
     stage: int | None = None,
     must_fit: bool = False,
     keeps_gradients: bool | None = None,
+    memory_alone: bool = False,
 ) -> Plan:
     """Plan one rank by a trace; in a pipeline the stage that needs most. It takes seconds.
 
@@ -132,6 +134,7 @@ def plan_recipe(
         stage: Plan this pipeline stage alone, from 0 on.
         must_fit: Raise DoesNotFit as soon as it is certain, after about half the plan's time.
         keeps_gradients: FSDP2 reduces gradients once a step, as a run has chosen; None: as a run on `gpus` would.
+        memory_alone: The step that makes the optimizer's state has short rows, which halves the time. `work` is wrong.
     """
     strategy = strategy_of(recipe)
     check_packages(recipe, strategy, plan=True)
@@ -199,6 +202,7 @@ def plan_recipe(
         outside_bytes=outside_bytes,
         must_fit_bytes=gpus.memory if gpus and must_fit else None,
         rank=stage or 0,
+        first_batches=worst_batches(_with_short_rows(recipe), ranks) if memory_alone else None,
     )
     with tempfile.TemporaryDirectory() as folder, _failure_in_one_line(strategy.name):
         deep = trace_to_depth(request, Path(folder), full_depth=bool(batches) and gpus is None)
@@ -226,6 +230,11 @@ def plan_recipe(
         most = int(deep.reserved_share * allocated)
         return dataclasses.replace(planned, reserved=(allocated, most), upper=most + outside_bytes)
     return _with_allocator(planned, deep.changes, gpus.memory - outside_bytes)
+
+
+def _with_short_rows(recipe: Recipe) -> Recipe:
+    length = min(recipe.data.max_length, FIRST_TOKENS)
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
 
 
 @contextmanager

@@ -25,9 +25,11 @@ from finetune.recipe.sections.training import RECOMPUTATIONS
 Changes = dict[str, Any]  # dotted key -> value
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
 RECOMPUTATION, STRATEGY = "training.activation_checkpointing", "accelerate_config"
+TILE = 4096  # tokens of an MLP's tile; rows of four tiles or more gain by it
 SHORTEST = 512  # tokens; shorter rows are not proposed
 SHOWN, TRACES = 3, 6  # changes that make a recipe fit; traces at most until one of them fits by its trace
 GUESSES = 6  # plans that `largest` places by a guess; further plans halve the rest
+CACHED, MOST_CACHED = 1.005, 1.5  # a plan with the allocator's gaps over its estimate: as a rule, and at most
 NEAR_LIMIT = 0.02  # an estimate this near to the GPU's size says nothing: a trace does
 TRACE, CLOSED_FORM = "trace", "closed form"  # the source of a variant's bytes
 
@@ -109,6 +111,8 @@ def _knobs(recipe: Recipe, gpus: Gpus, weights: float | None) -> Iterator[list[O
     ]
     now = _recomputed(training.activation_checkpointing)
     yield [option for option in recomputation if _recomputed(option.changes[RECOMPUTATION]) > now]
+    if training.mlp_tile_tokens is None and recipe.training.rows_at_once * recipe.data.row_tokens >= 4 * TILE:
+        yield [Option({"training.mlp_tile_tokens": TILE}, 4, "the MLP's wide tensors for one tile at a time")]
     if gpus.count * gpus.nodes > 1 and strategy.name != "fsdp2_offload":
         required: Changes = {}  # settings that sharded strategies require
         if recipe.quantization is not None and recipe.quantization.load_in_4bit:
@@ -268,14 +272,17 @@ def largest(
 ) -> dict[str, Any]:
     """The largest `max_length` or `per_device_batch_size` that fits, by `plan`, as JSON.
 
-    `does_not_fit` is the next value, a `granularity` further, which was planned too; None if there is no larger one.
+    `does_not_fit` is the next value, a `granularity` further; None if there is no larger one. `next_by` says what found
+    that it does not fit: its own plan, or the closed form, scaled to the plan of the value that fits. `changes` are
+    uses of other settings for still larger values, by the closed form.
 
     Raises FinetuneError for another name, without a GPU, and if not even the smallest value fits.
     """
-    sizes = {"max_length": (LENGTH, 128), "per_device_batch_size": (ROWS, 1)}  # a value is a multiple of the number
-    key, grain = sizes.get(name.rpartition(".")[2], ("", 0))
+    key = {"max_length": LENGTH, "per_device_batch_size": ROWS}.get(name.rpartition(".")[2], "")
     if not key:
-        raise FinetuneError(f"--max: {name}: is not a size that can be searched; write {' or '.join(sizes)}")
+        raise FinetuneError(
+            f"--max: {name}: is not a size that can be searched; write max_length or per_device_batch_size"
+        )
     if gpus is None:
         raise FinetuneError(f"--max: {name}: needs a GPU; add --gpus 4x24GB")
     plans: dict[int, PlanVerdict] = {}
@@ -287,20 +294,67 @@ def largest(
     def estimated(value: int) -> int:
         return estimate(changed(recipe, {key: value}), config, gpus).needed
 
-    current, most = recipe.training.rows_at_once, recipe.training.global_batch_size
+    values: Sequence[int] = range(1, recipe.training.global_batch_size + 1)
+    current = recipe.training.rows_at_once
     if key == LENGTH:
-        current, most = recipe.data.max_length, int(config.get("max_position_embeddings") or 131_072)
-    values = range(grain, most + 1, grain)
+        current = recipe.data.max_length
+        values = _lengths(_positions(recipe, config))
     start = bisect_right(values, current) - 1
-    has_closed_form = unsupported(recipe, config, gpus) is None
-    best = last_fitting(values, gpus.memory, planned, estimated if has_closed_form else None, start)
+    facts: dict[str, Any] = {}
+    if unsupported(recipe, config, gpus) is None:
+        best = last_fitting(values, gpus.memory, planned, estimated)
+        facts["changes"] = list(_larger_by(recipe, config, gpus, key, values, best))
+    else:
+        best = last_fitting(values, gpus.memory, planned, start=start)
     if best < 0:
         raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max to see changes that do")
-    facts: dict[str, Any] = {"change": f"{key}={values[best]}", "needed_bytes": plans[values[best]].needed}
-    facts |= {"granularity": grain, "does_not_fit": None}
+    facts |= {"change": f"{key}={values[best]}", "needed_bytes": plans[values[best]].needed}
+    facts |= {"granularity": 0, "does_not_fit": None, "next_by": None}
     if best + 1 < len(values):
-        facts["does_not_fit"] = f"{key}={values[best + 1]}"
+        following = values[best + 1]
+        facts |= {"granularity": following - values[best], "does_not_fit": f"{key}={following}"}
+        facts["next_by"] = TRACE if following in plans else CLOSED_FORM
     return facts
+
+
+def _positions(recipe: Recipe, config: Mapping[str, Any]) -> int:
+    """The longest row that is tried: the model's positions, by the recipe's scaling."""
+    if recipe.model.rope_scaling is None or "max_position_embeddings" not in config:
+        return int(config.get("max_position_embeddings") or 131_072)
+    from finetune.model.rope_scaling import BY_ORIGINAL, scaled_rope
+
+    rope, positions = scaled_rope(config, recipe.model.rope_scaling)
+    return positions if rope["rope_type"] in BY_ORIGINAL else int(positions * rope["factor"])
+
+
+def _lengths(most: int) -> list[int]:
+    """Row lengths to try: 128 tokens apart up to 8,192, and from there on 64 to 128 steps for each doubling."""
+    lengths, length = [], 0
+    while (length := length + max(128, 1 << max(0, length.bit_length() - 7))) <= most:
+        lengths.append(length)
+    return lengths
+
+
+def _larger_by(
+    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, key: str, values: Sequence[int], best: int
+) -> Iterator[dict[str, Any]]:
+    """Single changes that let larger values fit, by the closed form, the cheapest first."""
+    at = changed(recipe, {key: values[max(best, 0)]})
+    options = [option for knob in _knobs(at, gpus, approximate_weights(config)) for option in knob]
+    for option in sorted(options, key=lambda each: each.cost):
+        if not option.changes.keys().isdisjoint({LENGTH, ROWS}):
+            continue
+        with suppress(ValidationError):
+            variant = Variant(changed(recipe, option.changes), option.changes, option.cost, (option.says,))
+            if unsupported(variant.recipe, config, gpus) is not None or not _is_trained(variant.recipe):
+                continue
+
+            def needed(value: int, recipe: Recipe = variant.recipe) -> float:
+                return estimate(changed(recipe, {key: value}), config, gpus).needed * CACHED
+
+            index = bisect_right(values, gpus.memory, key=needed) - 1
+            if index > best:
+                yield {"change": variant.words, "value": values[index], "means": option.says}
 
 
 def last_fitting(
@@ -310,7 +364,8 @@ def last_fitting(
     estimated: Callable[[int], int] | None = None,
     start: int = 0,
 ) -> int:
-    """Index of the last value that fits, -1 for none, in few plans. That value is planned, and the next one.
+    """Index of the last value that fits, -1 for none, in few plans. That value is planned. The next one is planned too,
+    unless an estimate, scaled to a plan, says that it does not fit: one plan is enough as a rule.
 
     Each plan returns its memory with the gaps between tensors, and so places the next plan. After GUESSES plans the
     rest is halved.
@@ -324,7 +379,11 @@ def last_fitting(
     while high - low > 1:
         index = (low + high) // 2
         if len(points) < GUESSES:
-            index = min(max(_guess(values, memory, points, estimated, start), low + 1), high - 1)
+            guess = _guess(values, memory, points, estimated, start)
+            if guess == low >= 0 and estimated is not None and points[-1][0] == values[low]:
+                if 1 <= points[-1][1] / estimated(values[low]) <= MOST_CACHED:  # an estimate that can be trusted
+                    break
+            index = min(max(guess, low + 1), high - 1)
         found = planned(values[index])
         points.append((values[index], found.fits_from()))
         if found.fits:
@@ -343,7 +402,7 @@ def _guess(
 ) -> int:
     """Index of the last value that fits: by the estimate, scaled to the latest plan, or by a line."""
     if estimated is not None:
-        factor = points[-1][1] / estimated(points[-1][0]) if points else 1.0
+        factor = points[-1][1] / estimated(points[-1][0]) if points else CACHED
         return bisect_right(values, memory, key=lambda each: int(estimated(each) * factor)) - 1
     if not points:
         return start

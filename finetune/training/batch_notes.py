@@ -243,7 +243,7 @@ def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) 
 
 
 def positions_of(recipe: Recipe) -> int | None:
-    """The model's number of positions, its own extension included; None where its configuration has none."""
+    """The model's number of positions, with its own or the recipe's scaling; None where its configuration has none."""
     from transformers import AutoConfig
 
     section = recipe.model
@@ -259,6 +259,13 @@ def positions_of(recipe: Recipe) -> int | None:
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:
         return None
+    if section.rope_scaling is not None:
+        from finetune.model.rope_scaling import BY_ORIGINAL, scaled_rope
+
+        rope, positions = scaled_rope(config.to_dict(), section.rope_scaling)
+        if rope["rope_type"] in BY_ORIGINAL:
+            return positions
+        return int(positions * rope["factor"])
     # A configuration with YaRN may state the number that the model was trained with, as Qwen's model cards do.
     rope = getattr(config, "rope_parameters", None) or {}
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
