@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from finetune.errors import RecipeError
@@ -22,7 +21,6 @@ from finetune.importers.shared import (
 from finetune.recipe.sections.base import MOST
 from finetune.recipe.sections.training import Objective
 from finetune.recipe.yaml_text import shown
-from finetune.untrusted.json_files import read_object
 
 _TEMPLATE_NAMES = {"llama3": "llama3", "chatml": "chatml", "alpaca": "alpaca_turns"}
 _ADAMW_IN_DISGUISE = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon")
@@ -57,7 +55,11 @@ def convert(foreign: ForeignConfig) -> None:
     foreign.carry("model.name_or_path", "model_name_or_path")
     foreign.carry("model.revision", "model_revision")
     carry_remote_code(foreign)
-    _rope_scaling(foreign)
+    if kind := foreign.get("rope_scaling"):  # a name alone, whose factor LLaMA-Factory finds in the base's files
+        reason = (
+            f"write model.rope_scaling: {{rope_type: {kind}, factor: N}}; N is cutoff_len over the base's positions"
+        )
+        foreign.leave("rope_scaling", "look", reason)
     _method(foreign)
     objectives: dict[Any, Objective] = {"dpo": "dpo", "kto": "kto"}
     objective = objectives.get(stage, "supervised")
@@ -123,30 +125,6 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
         foreign.write(f"{objective}.reference", "adapter_off", "LLaMA-Factory's, whose reference is the base alone")
         reason = "the reference there is the base without this adapter; reference: start counts from what it has learnt"
         foreign.leave("adapter_name_or_path", "look", reason)
-
-
-def _rope_scaling(foreign: ForeignConfig) -> None:
-    """LLaMA-Factory names the kind alone. Its factor is the rows' length over the base's positions, rounded up."""
-    kind, file = foreign.get("rope_scaling"), Path(str(foreign.peek("model_name_or_path")), "config.json")
-    if kind is None:
-        return
-    positions = read_object(file).get("max_position_embeddings") if file.is_file() else None
-    if kind not in ("linear", "dynamic", "yarn", "llama3") or not isinstance(positions, int):
-        reason = (
-            f"write model.rope_scaling: {{rope_type: {kind}, factor: N}}; N is cutoff_len over the base's positions"
-        )
-        foreign.leave("rope_scaling", "look", reason)
-        return
-    factor = -(-foreign.count("cutoff_len", 2048) // positions)
-    if factor == 1:
-        foreign.leave("rope_scaling", "same", f"cutoff_len is within the base's {positions:,} positions")
-        return
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
-    if kind in ("yarn", "llama3"):
-        scaling["original_max_position_embeddings"] = positions
-    if kind == "llama3":
-        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    foreign.write("model.rope_scaling", scaling, "rope_scaling")
 
 
 def _method(foreign: ForeignConfig) -> None:

@@ -16,7 +16,7 @@ from finetune.importers.foreign_config import ForeignConfig, as_count, recipe_de
 from finetune.importers.recipe_writer import written
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES
 from finetune.recipe.schema import Recipe, Scheduler, Tracker
-from finetune.recipe.sections.model import ROPE_KEYS
+from finetune.recipe.sections.model import ROPE_TYPES
 from finetune.recipe.sections.training import SCHEDULER_ARGUMENTS
 from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.recipe.strategy_fit import unfit
@@ -456,8 +456,8 @@ def carry_rope_scaling(foreign: ForeignConfig, *keys: str) -> None:
     if value is None:
         return
     kind = (value.get("rope_type") or value.get("type")) if isinstance(value, Mapping) else None
-    if kind not in ROPE_KEYS:
-        foreign.leave(key, "differs", "write model.rope_scaling: {rope_type: yarn, factor: 4.0}, or another kind")
+    if kind in ROPE_TYPES:
+        others = {name: each for name, each in value.items() if name not in ("type", "rope_type")}
+        foreign.write("model.rope_scaling", {"rope_type": kind, **others}, key)
     else:
-        scaling = {name: each for name, each in value.items() if name not in ("type", "rope_type")}
-        foreign.write("model.rope_scaling", {"rope_type": kind, **scaling}, key)
+        foreign.leave(key, "differs", "write model.rope_scaling: {rope_type: yarn, factor: 4.0}, or another kind")

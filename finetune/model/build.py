@@ -220,7 +220,7 @@ def configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
     if section.rope_scaling is not None:
         from finetune.model.rope_scaling import scale_rope
 
-        scale_rope(config, section)
+        scale_rope(config, section.rope_scaling)
     return config
 
 

@@ -242,10 +242,10 @@ def run_in_words(run: dict[str, Any], plan: dict[str, Any], gpus: Gpus | None) -
     return "the run: " + "; ".join([*parts, *missing])
 
 
-def _noted(note: Note) -> remedies.PlanFunction:
+def _noted(note: Note, *, memory_alone: bool = False) -> remedies.PlanFunction:
     """The plan, with a note at its beginning and its verdict."""
 
-    def plan(recipe: Recipe, gpus: Gpus, memory_alone: bool = False) -> Plan:
+    def plan(recipe: Recipe, gpus: Gpus) -> Plan:
         note(f"tracing {candidates.variant_in_words(recipe)}")
         found = planner.plan(recipe, gpus, memory_alone=memory_alone)
         verdict = "" if found.fits else ", does not fit"
@@ -259,7 +259,7 @@ def _largest(recipe: Recipe, gpus: Gpus | None, name: str, note: Note) -> Output
     if recipe.training.activation_checkpointing == "auto":  # it recomputes all layers at the largest size
         recipe = changed(recipe, {"training.activation_checkpointing": True})
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
-    found = remedies.largest(recipe, config, gpus, name, partial(_noted(note), memory_alone=True))
+    found = remedies.largest(recipe, config, gpus, name, _noted(note, memory_alone=True))
     assert gpus is not None
     words = f"{found['change']}  needs {found['needed_bytes'] / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
     if found["does_not_fit"] is None:

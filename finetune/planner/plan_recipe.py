@@ -22,6 +22,7 @@ from finetune.planner.depth.caching_allocator import NoMemory, least_room, repla
 from finetune.planner.depth.fork import run_in_forks
 from finetune.planner.depth.repeat_layers import StorageChange, add_unlayered_storage
 from finetune.planner.depth.trace_to_depth import TraceRequest, trace_to_depth
+from finetune.planner.remedies import changed
 from finetune.planner.trace.step_work import StepWork, with_ddp_reductions
 from finetune.planner.trace.timeline import Peak, PhaseMemory
 from finetune.planner.trace.worst_batches import worst_batches
@@ -191,6 +192,7 @@ def plan_recipe(
     if ranks > 1:
         outside["NCCL"] = NCCL_BUFFERS
     outside_bytes = sum(outside.values())
+    short_rows = changed(recipe, {"data.max_length": min(recipe.data.max_length, FIRST_TOKENS)})
     request = TraceRequest(
         recipe=recipe,
         config=config,
@@ -202,7 +204,7 @@ def plan_recipe(
         outside_bytes=outside_bytes,
         must_fit_bytes=gpus.memory if gpus and must_fit else None,
         rank=stage or 0,
-        first_batches=worst_batches(_with_short_rows(recipe), ranks) if memory_alone else None,
+        first_batches=worst_batches(short_rows, ranks) if memory_alone else None,
     )
     with tempfile.TemporaryDirectory() as folder, _failure_in_one_line(strategy.name):
         deep = trace_to_depth(request, Path(folder), full_depth=bool(batches) and gpus is None)
@@ -230,11 +232,6 @@ def plan_recipe(
         most = int(deep.reserved_share * allocated)
         return dataclasses.replace(planned, reserved=(allocated, most), upper=most + outside_bytes)
     return _with_allocator(planned, deep.changes, gpus.memory - outside_bytes)
-
-
-def _with_short_rows(recipe: Recipe) -> Recipe:
-    length = min(recipe.data.max_length, FIRST_TOKENS)
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
 
 
 @contextmanager

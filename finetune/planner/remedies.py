@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import product
+from itertools import product, takewhile
 from typing import Any, NamedTuple, Protocol
 
 from pydantic import ValidationError
@@ -17,6 +17,7 @@ from finetune.closed_form.estimate import estimate, unsupported
 from finetune.closed_form.rank import cached_strategy
 from finetune.closed_form.shape import approximate_weights
 from finetune.errors import FinetuneError
+from finetune.model.rope_scaling import scaled_rope
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS, for_shards, usual_rate
 from finetune.recipe.schema import Recipe
@@ -25,7 +26,7 @@ from finetune.recipe.sections.training import RECOMPUTATIONS
 Changes = dict[str, Any]  # dotted key -> value
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
 RECOMPUTATION, STRATEGY = "training.activation_checkpointing", "accelerate_config"
-TILE = 4096  # tokens of an MLP's tile; rows of four tiles or more gain by it
+TILE = 4096  # tokens of an MLP's tile; rows of two tiles or more gain by it
 SHORTEST = 512  # tokens; shorter rows are not proposed
 SHOWN, TRACES = 3, 6  # changes that make a recipe fit; traces at most until one of them fits by its trace
 GUESSES = 6  # plans that `largest` places by a guess; further plans halve the rest
@@ -111,7 +112,7 @@ def _knobs(recipe: Recipe, gpus: Gpus, weights: float | None) -> Iterator[list[O
     ]
     now = _recomputed(training.activation_checkpointing)
     yield [option for option in recomputation if _recomputed(option.changes[RECOMPUTATION]) > now]
-    if training.mlp_tile_tokens is None and recipe.training.rows_at_once * recipe.data.row_tokens >= 4 * TILE:
+    if training.mlp_tile_tokens is None and recipe.training.rows_at_once * recipe.data.row_tokens >= 2 * TILE:
         yield [Option({"training.mlp_tile_tokens": TILE}, 4, "the MLP's wide tensors for one tile at a time")]
     if gpus.count * gpus.nodes > 1 and strategy.name != "fsdp2_offload":
         required: Changes = {}  # settings that sharded strategies require
@@ -298,7 +299,8 @@ def largest(
     current = recipe.training.rows_at_once
     if key == LENGTH:
         current = recipe.data.max_length
-        values = _lengths(_positions(recipe, config))
+        most, scaling = int(config.get("max_position_embeddings") or 131_072), recipe.model.rope_scaling
+        values = _lengths(most if scaling is None else scaled_rope(config, scaling)[2])
     start = bisect_right(values, current) - 1
     facts: dict[str, Any] = {}
     if unsupported(recipe, config, gpus) is None:
@@ -317,16 +319,6 @@ def largest(
     return facts
 
 
-def _positions(recipe: Recipe, config: Mapping[str, Any]) -> int:
-    """The longest row that is tried: the model's positions, by the recipe's scaling."""
-    if recipe.model.rope_scaling is None or "max_position_embeddings" not in config:
-        return int(config.get("max_position_embeddings") or 131_072)
-    from finetune.model.rope_scaling import BY_ORIGINAL, scaled_rope
-
-    rope, positions = scaled_rope(config, recipe.model.rope_scaling)
-    return positions if rope["rope_type"] in BY_ORIGINAL else int(positions * rope["factor"])
-
-
 def _lengths(most: int) -> list[int]:
     """Row lengths to try: 128 tokens apart up to 8,192, and from there on 64 to 128 steps for each doubling."""
     lengths, length = [], 0
@@ -338,23 +330,17 @@ def _lengths(most: int) -> list[int]:
 def _larger_by(
     recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, key: str, values: Sequence[int], best: int
 ) -> Iterator[dict[str, Any]]:
-    """Single changes that let larger values fit, by the closed form, the cheapest first."""
-    at = changed(recipe, {key: values[max(best, 0)]})
-    options = [option for knob in _knobs(at, gpus, approximate_weights(config)) for option in knob]
-    for option in sorted(options, key=lambda each: each.cost):
-        if not option.changes.keys().isdisjoint({LENGTH, ROWS}):
-            continue
+    """Single changes that let values fit that are larger by a tenth, by the closed form, the cheapest first."""
+    knobs = _knobs(changed(recipe, {key: values[max(best, 0)]}), gpus, approximate_weights(config))
+    for option in sorted((option for knob in knobs for option in knob), key=lambda each: each.cost):
         with suppress(ValidationError):
-            variant = Variant(changed(recipe, option.changes), option.changes, option.cost, (option.says,))
-            if unsupported(variant.recipe, config, gpus) is not None or not _is_trained(variant.recipe):
-                continue
-
-            def needed(value: int, recipe: Recipe = variant.recipe) -> float:
-                return estimate(changed(recipe, {key: value}), config, gpus).needed * CACHED
-
-            index = bisect_right(values, gpus.memory, key=needed) - 1
-            if index > best:
-                yield {"change": variant.words, "value": values[index], "means": option.says}
+            other = changed(recipe, option.changes)
+            if unsupported(other, config, gpus) is None and {LENGTH, ROWS}.isdisjoint(option.changes):
+                estimates = (estimate(changed(other, {key: value}), config, gpus).needed for value in values)
+                fitting = sum(1 for _ in takewhile(lambda needed: needed * CACHED <= gpus.memory, estimates))
+                if fitting and values[fitting - 1] >= 1.1 * values[max(best, 0)] and _is_trained(other):
+                    change = Variant(other, option.changes, option.cost, (option.says,)).words
+                    yield {"change": change, "value": values[fitting - 1], "means": option.says}
 
 
 def last_fitting(
@@ -380,9 +366,9 @@ def last_fitting(
         index = (low + high) // 2
         if len(points) < GUESSES:
             guess = _guess(values, memory, points, estimated, start)
-            if guess == low >= 0 and estimated is not None and points[-1][0] == values[low]:
-                if 1 <= points[-1][1] / estimated(values[low]) <= MOST_CACHED:  # an estimate that can be trusted
-                    break
+            latest = guess == low >= 0 and points[-1][0] == values[low]
+            if latest and estimated is not None and 1 <= points[-1][1] / estimated(values[low]) <= MOST_CACHED:
+                break  # the estimate can be trusted
             index = min(max(guess, low + 1), high - 1)
         found = planned(values[index])
         points.append((values[index], found.fits_from()))

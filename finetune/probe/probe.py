@@ -196,7 +196,7 @@ def _configuration(recipe: Recipe) -> dict[str, Any]:
         if section.rope_scaling is not None:
             from finetune.model.rope_scaling import scale_rope
 
-            scale_rope(config, section)
+            scale_rope(config, section.rope_scaling)
         content: dict[str, Any] = config.to_dict()
         return content | {"code": getattr(config, "_commit_hash", None) if "auto_map" in content else None}
     except FinetuneError:

@@ -258,11 +258,14 @@ def describe(receipt: dict[str, Any]) -> str:
     share = parameters["trained"] / (parameters["trained"] + parameters["frozen"])
     name, whole = receipt["architecture"], receipt.get("text_part_of")
     name += f", the text part of {whole}" if whole else ""
+    tiled = receipt.get("mlp_tiles") or {"layers": 0, "tokens": 0}
+    tiles = f"MLPs of {tiled['layers']} of {receipt.get('layers')} layers run in tiles of {tiled['tokens']:,} tokens\n"
+    tiles *= tiled["layers"] > 0
     pipeline = f"{describe_stages(receipt)}\n" if receipt.get("pipeline") else ""
     return (
         f"{name}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
-        f"{describe_reach(receipt)}{_computed_by_peft(receipt)}{_tiles(receipt)}"
+        f"{describe_reach(receipt)}{_computed_by_peft(receipt)}{tiles}"
         f"{pipeline}"
         f"{describe_batch(receipt)}"
     )
@@ -298,14 +301,6 @@ def describe_stages(receipt: dict[str, Any]) -> str:
         f"{batch['width']:,} tokens, {batch['padding_share']:.0%} of them padding; each stage idle {idle:.0%} of the "
         "time where all are as fast"
     )
-
-
-def _tiles(receipt: dict[str, Any]) -> str:
-    """The line, with its break, about MLPs that run in tiles; empty if none does."""
-    tiles = receipt.get("mlp_tiles")
-    if tiles is None:
-        return ""
-    return f"MLPs of {tiles['layers']} of {receipt['layers']} layers run in tiles of {tiles['tokens']:,} tokens\n"
 
 
 def _computed_by_peft(receipt: dict[str, Any]) -> str:

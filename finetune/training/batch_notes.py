@@ -260,12 +260,9 @@ def positions_of(recipe: Recipe) -> int | None:
     if not isinstance(positions, int) or positions <= 0:
         return None
     if section.rope_scaling is not None:
-        from finetune.model.rope_scaling import BY_ORIGINAL, scaled_rope
+        from finetune.model.rope_scaling import scaled_rope
 
-        rope, positions = scaled_rope(config.to_dict(), section.rope_scaling)
-        if rope["rope_type"] in BY_ORIGINAL:
-            return positions
-        return int(positions * rope["factor"])
+        return scaled_rope(config.to_dict(), section.rope_scaling)[2]
     # A configuration with YaRN may state the number that the model was trained with, as Qwen's model cards do.
     rope = getattr(config, "rope_parameters", None) or {}
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")

@@ -327,8 +327,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _as_written(layer: Any) -> Callable[..., Any]:
-    """The function of a decoder layer, or of an MLP that runs in tiles. Then each tile is compiled and the layer is not,
-    because its graph would hold one number of tiles."""
+    """A decoder layer's function; or that of a tile of an MLP, whose layer's graph would hold one number of tiles."""
     function: Callable[..., Any] = getattr(layer, "finetune_untiled", type(layer).forward)
     return function
 

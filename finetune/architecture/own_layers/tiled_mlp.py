@@ -1,19 +1,14 @@
-"""A dense MLP in tiles of tokens: backward holds the three wide tensors of one tile, not of the row.
+"""A dense MLP in tiles of tokens: backward holds one tile's wide tensors, not the row's.
 
-Tokens do not see each other in an MLP, so it may run over some of them at a time. In a recomputed layer of Llama 8B its
-wide tensors take 57 kB a token, and their gradients 86 kB more: 19 GB for 131,072 tokens, 0.6 for a tile of 4,096.
+Tokens do not see each other in an MLP. In a recomputed layer of Llama 8B its wide tensors take 57 kB a token, and
+their gradients 86 kB more: 19 GB for 131,072 tokens, 0.6 for a tile of 4,096. Two linked steps of autograd:
 
-Two linked steps of autograd, as in lora_linear.py, run the MLP's products twice for each token, as without tiles:
+    _Kept    saves x, and in backward computes each tile again, with its gradients
+    _Output  computes mlp(x) tile by tile and saves nothing, so the layer's recomputation stops before it
 
-    forward   kept:    x                    one element, expanded, links both; saves x alone
-              output:  mlp(tile) by tile    saves nothing, so the layer's recomputation stops before it
-    backward  kept:    for each tile: mlp(tile) again, its gradients, which are added up
-
-torch's checkpoint for each tile would run them a third time: once in the layer's recomputation, once in the tile's. A
-norm behind the MLP, as in Gemma 3, keeps its input, so there they run three times.
-
-Weights' gradients leave backward once, added up in float32, so DDP and FSDP2 see each parameter once. No tile gathers a
-weight, so ranks with rows of different lengths do not wait for each other.
+Products run twice for each token, as without tiles; with torch's checkpoint for each tile they would run a third time.
+They do too where a norm behind the MLP keeps its input, as in Gemma 3. Weights' gradients leave backward once, summed
+in float32, so DDP and FSDP2 see each parameter once. No tile gathers a weight, so ranks with other lengths do not wait.
 """
 
 from __future__ import annotations

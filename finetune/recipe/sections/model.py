@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,18 +13,7 @@ MOST_GPUS, MOST_NODES = 1_024, 100_000  # GPUs in one machine; machines
 Dtype = Literal["bfloat16", "float16", "float32"]
 BaseDtype = Literal["auto", "bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
-
-# transformers 5's rotary scalings: the keys that each needs, and those that it may have.
-_OF_ANY = ("rope_theta", "partial_rotary_factor")
-_OF_ORIGINAL = ("original_max_position_embeddings", *_OF_ANY)
-_OF_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "linear": (("factor",), _OF_ANY),
-    "dynamic": (("factor",), _OF_ANY),
-    "yarn": (("factor",), (*_OF_ORIGINAL, *_OF_YARN)),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), _OF_ORIGINAL),
-    "longrope": (("factor", "short_factor", "long_factor"), (*_OF_ORIGINAL, "attention_factor")),
-}
+ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3", "longrope")  # transformers' scalings of rotary positions
 
 
 class Budget(Section):
@@ -57,8 +45,8 @@ class ModelSection(Section):
     )
     rope_scaling: dict[str, Any] | None = Field(
         None,
-        description="Scale rotary positions for rows beyond the base's: {rope_type: yarn, factor: 4.0}, as transformers' "
-        "rope_parameters. rope_type: linear, dynamic, yarn, llama3 or longrope. null: the base's own, if it has one.",
+        description="Rotary positions for rows beyond the base's: {rope_type: yarn, factor: 4.0}. transformers' "
+        "rope_parameters; rope_type: linear, dynamic, yarn, llama3 or longrope. null: the base's own scaling, if any.",
     )
     router_aux_loss_coef: float | None = Field(
         None,
@@ -98,46 +86,22 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def known_scaling(self) -> ModelSection:
-        """Check the scaling's keys and numbers. model/rope_scaling.py compares it with the base."""
-        refuse([] if self.rope_scaling is None else [*_rope_mistakes(self.rope_scaling)][:1])
+        """Check kind and factor. model/rope_scaling.py compares the rest with the base."""
+        scaling, mistakes = self.rope_scaling or {"rope_type": "linear", "factor": 1}, []
+        factor = scaling.get("factor")
+        if scaling.get("rope_type") not in ROPE_TYPES:
+            problem, remedy = f"rope_type is {shown(scaling.get('rope_type'))}", f"write one of {', '.join(ROPE_TYPES)}"
+            mistakes.append(CrossCheck("rope_scaling", problem, remedy))
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < 1e6:
+            remedy = "write wanted over trained positions, 4.0 for example"
+            mistakes.append(CrossCheck("rope_scaling", f"factor is {shown(factor)}", remedy))
+        refuse(mistakes)
         return self
 
     @property
     def new_tokens(self) -> list[str]:
         """New tokens of text, then control tokens: the order of their ids."""
         return [*self.add_tokens, *self.add_special_tokens]
-
-
-def _rope_mistakes(scaling: dict[str, Any]) -> Iterator[CrossCheck]:
-    key, kind = "rope_scaling", scaling.get("rope_type")
-    if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        yield CrossCheck(key, f"rope_type is {shown(kind)}", f"write one of {', '.join(ROPE_KEYS)}")
-        return
-    needed, others = ROPE_KEYS[kind]
-    for name in needed:
-        if name not in scaling:
-            yield CrossCheck(key, f"{kind} needs {name}", f"add {name}, as the model's card or paper has it")
-    for name, value in scaling.items():
-        place = f"{key}.{name}"
-        if name not in ("rope_type", *needed, *others):
-            yield CrossCheck(place, f"{kind} has no such key", f"its keys are {', '.join((*needed, *others))}")
-        elif name in ("short_factor", "long_factor"):
-            if not isinstance(value, list) or not value or not all(map(_is_positive, value)):
-                yield CrossCheck(place, "is not a list of numbers above 0", "write one for each pair that rotates")
-        elif name not in ("rope_type", "truncate") and not _is_positive(value):
-            yield CrossCheck(place, f"is {shown(value)}", "write a number above 0")
-        elif name == "factor" and value < 1:
-            yield CrossCheck(place, f"is {shown(value)}", "write 1 or more: wanted positions over trained ones")
-        elif name == "original_max_position_embeddings" and not isinstance(value, int):
-            yield CrossCheck(place, f"is {shown(value)}", "write a whole number of positions")
-    if kind == "llama3" and not scaling.get("low_freq_factor", 0) < scaling.get("high_freq_factor", 1):
-        yield CrossCheck(
-            f"{key}.high_freq_factor", "is not above low_freq_factor", "write 1.0 and 4.0, as Llama 3.1 has"
-        )
-
-
-def _is_positive(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < 1e9
 
 
 class Quantization(Section):
