@@ -21,6 +21,7 @@ from finetune.model.quantization import unpacked_weight
 from tests.support.models.architectures import save_shaken
 from tests.support.models.tiny import flat_batch, save_tiny
 from tests.support.runs.recipes import least_recipe
+from tests.support.stand_ins.compiling import Counting
 
 CPU = torch.device("cpu")
 TILE = 5  # of the 24 tokens of `flat_batch`: the last tile is smaller
@@ -91,17 +92,100 @@ def test_bfloat16_sums_tiles_in_float32(tmp_path: Path, method: str) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Tokens that went through products of the MLP's width."""
+    """Counts tokens that go through products which make rows of one width from rows of another."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.width, self.tokens = width, 0
+        self.sizes, self.tokens = (inputs, outputs), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # gate and up make [tokens, width] of [tokens, hidden]; down and backward make others.
-        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_") and result.shape[-1] == self.width:
-            factor = args[-2]
-            if factor.shape[0] == result.shape[0] and factor.shape[1] != self.width:
-                self.tokens += result.shape[0]
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            left, right = args[-2:]
+            if tuple(right.shape) == self.sizes and right.stride(0) == 1:  # a weight as forward has it, transposed
+                self.tokens += left.shape[0]
         return result
+
+
+@pytest.mark.parametrize("tile", [None, TILE])
+def test_products_run_twice_for_each_token(tmp_path: Path, tile: int | None) -> None:
+    """In forward and once in backward. Checkpoints of tiles would run a third time: the layer's recomputation."""
+    model = model_of(save_tiny(tmp_path, hidden_size=48, intermediate_size=112), "full", tile)
+    tokens = flat_batch()["input_ids"].numel()
+    with Products(48, 112) as up, Products(112, 48) as down:
+        trained(model)
+    layers, times = 2, 2
+    assert up.tokens == 2 * layers * times * tokens, "gate and up"
+    assert down.tokens == layers * tokens * (2 if tile else 1), "without tiles recomputation stops before it"
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_backward_holds_one_tile(tmp_path: Path, recompute: bool) -> None:
+    """Wide tensors are [tokens, 640] float32, five of them at backward's peak; of a tile they are a 30th."""
+    folder = save_tiny(tmp_path, hidden_size=16, intermediate_size=640, head_dim=4, vocab_size=64)
+    batch, peaks = flat_batch((150, 150), vocabulary=64), {}
+    for tile in (None, 10):
+        model = model_of(folder, "lora", tile, recompute)
+        peaks[tile] = peak_of(model, batch, LiveTensors())
+    wide = 300 * 640 * 4
+    assert peaks[None] > 5 * wide
+    assert peaks[10] < 1.2 * wide
+
+
+def peak_of(model: nn.Module, batch: dict[str, Any], live: LiveTensors) -> int:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            live.see([result])
+            return result
+
+    live.see([*model.parameters(), *model.buffers()])
+    before = live.live("cpu")
+    with Seen():
+        model(**batch).backward()
+    return live.peak("cpu") - before
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_each_parameter_gets_its_gradient_once(tmp_path: Path, method: str) -> None:
+    """As DDP's and FSDP2's hooks need it."""
+    model, times = model_of(save_tiny(tmp_path), method, TILE), list[int]()
+    trained_weights = [each for each in model.parameters() if each.requires_grad]
+    for each in trained_weights:
+        each.register_post_accumulate_grad_hook(lambda weight: times.append(id(weight)))
+    trained(model)
+    assert sorted(times) == sorted(map(id, trained_weights))
+
+
+def test_without_gradients_it_runs_in_tiles_too(tmp_path: Path) -> None:
+    model, seen = model_of(save_tiny(tmp_path), "lora", TILE).eval(), list[int]()
+    for mlp in tiled_mlps(model):
+        mlp.gate_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[0]))
+        leave_to_library(model, GATES)
+    with torch.no_grad():
+        model(**flat_batch())
+    assert set(seen) <= {TILE, flat_batch()["input_ids"].numel() % TILE}
+
+
+@pytest.mark.parametrize("method", ["full", "lora", pytest.param("4 bits", marks=pytest.mark.thorough)])
+def test_a_tile_is_compiled_and_its_layer_is_not(tmp_path: Path, method: str) -> None:
+    folder, counting = save_tiny(tmp_path), Counting()
+    expected = trained(model_of(folder, method, None))
+    model = model_of(folder, method, TILE)
+    compiled = CompiledLayers(required=True, log=pytest.fail, backend=counting)
+    compile_layers(model, compiled)
+    assert distance(trained(model), expected) < 1e-6
+    assert (counting.graphs, len(compiled.seconds), compiled.stopped) == (1, 1, None)
+    model.zero_grad()
+    for length in (33, 21, 6):  # a tile of one token too
+        model(**flat_batch((length,))).backward()
+    assert counting.graphs == 1
+
+
+def test_experts_stay_as_they_are(tmp_path: Path) -> None:
+    """And a model that has nothing else is refused."""
+    save_shaken("mixtral", tmp_path)
+    with pytest.raises(
+        FinetuneError, match=r"^training.mlp_tile_tokens: 5: no layer of this model has a dense gated MLP"
+    ):
+        model_of(tmp_path, "full", TILE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,10 @@ SAMPLE = [
         for method in ("full", "lora", "qlora", "experts")
     ),
 ]
+TILED = [
+    Case(method, "bf16", every, packed=True, tied=tied, micro_steps=2, tile=tile)
+    for method, every, tied, tile in (("qlora", 1, False, 8), ("lora", 2, True, 16), ("full", 1, False, 10))
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +51,14 @@ def test_a_sample_is_planned_to_the_byte(case: Case, folder: Path) -> None:
     assert list(differences(planned(case, folder), tracked(case, folder))) == []
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("case", TILED, ids=str)
+def test_tiles_are_planned_to_the_byte(case: Case, folder: Path) -> None:
+    found = planned(case, folder)
+    assert list(differences(found, tracked(case, folder))) == []
+    assert found["backward"] != planned(replace(case, tile=None), folder)["backward"]
+
+
 @pytest.mark.slow
 def test_every_configuration_is_planned_to_the_byte(folder: Path) -> None:
     assert len(ALL) == 108
@@ -57,7 +70,7 @@ def test_every_configuration_is_planned_to_the_byte(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "node", "some"),
     [
-        ("fsdp2", 2, 2, [*RANKS[::3], *EIGHT_BITS]),
+        ("fsdp2", 2, 2, [*RANKS[::3], *EIGHT_BITS, *TILED[1:]]),
         ("fsdp2_grad_op", 2, 2, RANKS[1::7]),
         ("fsdp2_offload", 2, 2, [*RANKS[2::7], *EIGHT_BITS[:1]]),
         ("hsdp", 4, 2, [*RANKS[3::13], *EIGHT_BITS[:1]]),

@@ -74,11 +74,13 @@ class Case:
     micro_steps: int
     optim: str = "adamw"
     one_width: bool = False  # of all micro-batches, as the stages of a pipeline have them
+    tile: int | None = None  # tokens of an MLP's tile
 
     def __str__(self) -> str:
         rest = "packed" * self.packed or "padded", "tied" * self.tied or "untied", self.micro_steps
         words = (self.method, self.precision, self.checkpointing, *rest)
-        return "-".join(map(str, words if self.optim == "adamw" else (*words, self.optim)))
+        others = (self.optim,) * (self.optim != "adamw") + (f"tiles of {self.tile}",) * (self.tile is not None)
+        return "-".join(map(str, (*words, *others)))
 
     def recipe(self, folder: Path) -> Recipe:
         return Recipe(
@@ -92,6 +94,7 @@ class Case:
             training=Training(
                 optim=self.optim,  # type: ignore[arg-type]
                 activation_checkpointing=self.checkpointing or False,
+                mlp_tile_tokens=self.tile,
                 **PRECISIONS[self.precision],
             ),
             output_dir=str(folder / "runs" / f"{self}-{os.environ.get('WORLD_SIZE', 1)}"),
