@@ -32,11 +32,11 @@ from tests.support.runs.recipe_results import known
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCHEMA = ROOT / "finetune" / "recipe.schema.json"
-COUNT = 49
+COUNT = 51
 SCHEME = re.compile(
     r"(?P<family>llama3|qwen3(?:\.5)?|mistral|smollm[23]|gemma3|phi4|gpt_oss)(?:_(?P<size>[\d.]+[bm])(?:_(?P<active>a\d+b))?)?"
     r"_(?P<method>full|lora|qlora|int8)"
-    r"(?:_(?P<task>apo|chat|code|dpo|gsm8k|korean|kto|math|reasoning|sql|text|tools|tulu))?(?:_(?P<strategy>1f1b|[a-z]+\d?(?:_[a-z]+)*?))?"
+    r"(?:_(?P<task>apo|chat|code|dpo|gsm8k|korean|kto|long|math|reasoning|sql|text|tools|tulu))?(?:_(?P<strategy>1f1b|[a-z]+\d?(?:_[a-z]+)*?))?"
     r"_(?:(?:(?P<nodes>\d)x)?(?P<gpus>\d)x(?P<gb>\d+)gb|cpu)"
 )
 # Named after what they show: method and strategy.

@@ -88,10 +88,10 @@ class ModelSection(Section):
     def known_scaling(self) -> ModelSection:
         """Check kind and factor. model/rope_scaling.py compares the rest with the base."""
         scaling, mistakes = self.rope_scaling or {"rope_type": "linear", "factor": 1}, []
-        factor = scaling.get("factor")
-        if scaling.get("rope_type") not in ROPE_TYPES:
-            problem, remedy = f"rope_type is {shown(scaling.get('rope_type'))}", f"write one of {', '.join(ROPE_TYPES)}"
-            mistakes.append(CrossCheck("rope_scaling", problem, remedy))
+        kind, factor = (scaling.get(key, "missing") for key in ("rope_type", "factor"))
+        if kind not in ROPE_TYPES:
+            remedy = f"write one of {', '.join(ROPE_TYPES)}"
+            mistakes.append(CrossCheck("rope_scaling", f"rope_type is {shown(kind)}", remedy))
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < 1e6:
             remedy = "write wanted over trained positions, 4.0 for example"
             mistakes.append(CrossCheck("rope_scaling", f"factor is {shown(factor)}", remedy))
