@@ -91,6 +91,17 @@ def test_bfloat16_sums_tiles_in_float32(tmp_path: Path, method: str) -> None:
     assert distance(trained(model_of(folder, method, 1), autocast=True), exact) < 1.3 * whole
 
 
+def test_backward_computes_in_forwards_number_format(tmp_path: Path) -> None:
+    model, formats = model_of(save_tiny(tmp_path), "lora", TILE), list[tuple[bool, torch.dtype]]()
+    for mlp in tiled_mlps(model):
+        mlp.down_proj.register_forward_hook(
+            lambda _, given, result: formats.append((torch.is_autocast_enabled("cpu"), result.dtype))
+        )
+    trained(model, autocast=True)
+    assert len(formats) > 10
+    assert set(formats) == {(True, torch.bfloat16)}
+
+
 class Products(TorchDispatchMode):
     """Counts tokens that go through products which make rows of one width from rows of another."""
 
