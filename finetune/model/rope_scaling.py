@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 
-KEPT = (
+OF_BASE = (
     "rope_theta",
     "partial_rotary_factor",
     "mrope_section",
@@ -24,7 +24,7 @@ def scaled_rope(text: Mapping[str, Any], scaling: Mapping[str, Any]) -> tuple[di
     the base's number: `dynamic` counts from it, and servers multiply it by the factor.
     """
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    rope = {key: value for key, value in own.items() if key in KEPT} | dict(scaling)
+    rope = {key: value for key, value in own.items() if key in OF_BASE} | dict(scaling)
     stated, factor = int(text["max_position_embeddings"]), float(scaling["factor"])
     if scaling["rope_type"] not in BY_ORIGINAL:
         return rope, stated, int(factor * stated)
