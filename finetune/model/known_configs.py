@@ -124,7 +124,7 @@ def positions_in(text: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> 
     # A configuration with YaRN may state the number that the model was trained with, as Qwen's model cards do.
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    if factor and original:
+    if factor and original and rope.get("rope_type", rope.get("type")) == "yarn":
         return max(positions, int(factor * original))
     return positions
 
@@ -135,9 +135,11 @@ def beyond_stated(recipe: Recipe) -> Iterator[str]:
     length, text = recipe.data.max_length, config.get("text_config") or config
     positions = positions_in(text, recipe.model.rope_scaling)
     if positions is not None and length > positions:
+        scaling = recipe.model.rope_scaling or {"rope_type": "yarn", "factor": 1.0}
+        factor = math.ceil(length / positions * scaling["factor"])
         yield (
             f"data.max_length: {length:,} is beyond the model's {positions:,} positions; for documents as long set "
-            f"model.rope_scaling: {{rope_type: yarn, factor: {math.ceil(length / positions)}.0}}, or "
+            f"model.rope_scaling: {{rope_type: {scaling['rope_type']}, factor: {factor}.0}}, or "
             f"data.max_length={positions}"
         )
 

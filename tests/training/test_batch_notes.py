@@ -309,6 +309,8 @@ def test_positions_that_a_model_states(tmp_path: Path, chats: Path, tiny_llama: 
     assert positions_of(recipe_with(tiny_llama, chats)) == 2048
     assert positions(max_position_embeddings=131072, rope_parameters=llama3) == 131072  # already extended
     assert positions(max_position_embeddings=32768, rope_parameters=yarn) == 131072
+    llama32 = llama3 | {"factor": 32.0}  # of 8,192: it was trained on 131,072
+    assert positions(max_position_embeddings=131072, rope_parameters=llama32) == 131072
     assert positions(model_type="gpt2", n_positions=1024) == 1024
     assert positions(model_type="bloom") is None
     assert positions_of(recipe_with(tmp_path / "nowhere", chats)) is None
