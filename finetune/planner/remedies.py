@@ -26,7 +26,7 @@ from finetune.recipe.sections.training import RECOMPUTATIONS
 Changes = dict[str, Any]  # dotted key -> value
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
 RECOMPUTATION, STRATEGY = "training.activation_checkpointing", "accelerate_config"
-TILE = 4096  # tokens of an MLP's tile; rows of two tiles or more gain by it
+MLP_TILE = 4096  # tokens of an MLP's tile; rows of two tiles or more gain by it
 SHORTEST = 512  # tokens; shorter rows are not proposed
 SHOWN, TRACES = 3, 6  # changes that make a recipe fit; traces at most until one of them fits by its trace
 GUESSES = 6  # plans that `largest` places by a guess; further plans halve the rest
@@ -112,8 +112,8 @@ def _knobs(recipe: Recipe, gpus: Gpus, weights: float | None) -> Iterator[list[O
     ]
     now = _recomputed(training.activation_checkpointing)
     yield [option for option in recomputation if _recomputed(option.changes[RECOMPUTATION]) > now]
-    if training.mlp_tile_tokens is None and recipe.training.rows_at_once * recipe.data.row_tokens >= 2 * TILE:
-        yield [Option({"training.mlp_tile_tokens": TILE}, 4, "the MLP's wide tensors for one tile at a time")]
+    if training.mlp_tile_tokens is None and recipe.training.rows_at_once * recipe.data.row_tokens >= 2 * MLP_TILE:
+        yield [Option({"training.mlp_tile_tokens": MLP_TILE}, 4, "the MLP's wide tensors for one tile at a time")]
     if gpus.count * gpus.nodes > 1 and strategy.name != "fsdp2_offload":
         required: Changes = {}  # settings that sharded strategies require
         if recipe.quantization is not None and recipe.quantization.load_in_4bit:
