@@ -117,7 +117,9 @@ def check(
             result["batches"] = notes_before_launch(loaded.recipe, prepared, lengths_known=encoded is not None)
             batch_notes = result["batches"]["notes"]
         else:
-            notes += far_rate(loaded.recipe)
+            from finetune.model.known_configs import beyond_stated
+
+            notes += [*far_rate(loaded.recipe), *beyond_stated(loaded.recipe)]
             if loaded.recipe.preferences is not None:
                 from finetune.training.batch_notes import router_left_out
 

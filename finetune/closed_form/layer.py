@@ -39,6 +39,7 @@ class LayerNumerics:
     adapters_cast: bool  # adapters are float32, and autocast casts them at each use
     four_bit: bool
     float8: bool = False  # the frozen weights, and inputs and gradients as they come
+    tile: int | None = None  # tokens that the MLP computes at once; None: all
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class LayerStep:
 
 def layer_steps(shape: Shape, numerics: LayerNumerics) -> list[LayerStep]:
     """The steps in forward's order."""
-    return [*_attention_half(shape, numerics), *_mlp_half(shape, numerics)]
+    mlp = _tiled_mlp_half if numerics.tile else _mlp_half
+    return [*_attention_half(shape, numerics), *mlp(shape, numerics)]
 
 
 def _residual(shape: Shape, numerics: LayerNumerics) -> int:
@@ -149,6 +151,32 @@ def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
     )
 
 
+def _tiled_mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
+    """architecture/own_layers/tiled_mlp.py: a norm whose output is kept, and one step that holds a tile's tensors."""
+    residual = _residual(shape, numerics)
+    norm = _rms_norm(NORMS[1], shape, numerics, users=("gate", "up"))
+    yield replace(norm, saved_for_backward=norm.saved_for_backward + residual)  # its input [T, h], as in `_mlp_half`
+    tile = replace(numerics, tokens=min(numerics.tokens, numerics.tile or 0), tile=None)
+    _, *steps = _mlp_half(shape, tile)
+    held, forward, backward = 0, [0], [0]  # bytes of one tile
+    for step in steps:
+        held += step.saved_for_backward + step.cast_weights
+        forward += [held + step.forward_transient, held + step.dequantise_transient + step.dequantised_weights]
+    for step in reversed(steps):
+        workspace = step.dequantised_weights if step.backward_workspace is None else step.backward_workspace
+        backward.append(held + step.backward_transient + workspace)
+        held -= step.saved_for_backward + step.cast_weights
+    gradients = sum(step.weight_gradients for step in steps)  # of a tile, in 16 bits
+    yield LayerStep(
+        "tiles",
+        forward_transient=residual + max(forward),  # the output [T, h]
+        # The gradients of the output, which bypasses the MLP too, and of the input, [T, h] each; sums in float32.
+        backward_transient=2 * residual + max(*forward, *backward) + 2 * gradients,
+        recompute_transient=HALF,  # which ends before the first tile
+        weight_gradients=gradients,
+    )
+
+
 def _rms_norm(name: str, shape: Shape, numerics: LayerNumerics, *, users: tuple[str, ...] | str) -> LayerStep:
     """x * rsqrt(mean(x^2)), rounded to bfloat16, times the weight; without its input x.
 
@@ -166,7 +194,9 @@ def _rms_norm(name: str, shape: Shape, numerics: LayerNumerics, *, users: tuple[
 
 
 def _norm_output_saved(shape: Shape, numerics: LayerNumerics, users: tuple[str, ...] | str) -> bool:
-    """Whether linears save the norm's output [T, h]."""
+    """Whether linears, or an MLP in tiles, save the norm's output [T, h]."""
+    if numerics.tile and "up" in users:
+        return True
     return numerics.base_trained or any(shape.linears[name].rank for name in users)
 
 

@@ -83,6 +83,7 @@ class RankSizes:
             adapters_cast=self.trained_weight_bytes == FLOAT32 and not (self.sharded or self.base_trained),
             four_bit=self.four_bit,
             float8=self.float8,
+            tile=self.recipe.training.mlp_tile_tokens,
         )
 
     @cached_property

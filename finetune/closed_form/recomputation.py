@@ -140,7 +140,8 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
         settings = (True,)
     elif asked[RECOMPUTATION]:
         compiles = gpus is not None and training.compile is not False
-        settings = RECOMPUTATIONS_IF_COMPILED if compiles else RECOMPUTATIONS
+        without_selective = compiles or training.mlp_tile_tokens is not None
+        settings = RECOMPUTATIONS_IF_COMPILED if without_selective else RECOMPUTATIONS
 
     def chosen(setting: Recomputation, rows: int, why: str) -> Chosen:
         reasons = (why if asked[key] else None for key in (RECOMPUTATION, ROWS))

@@ -67,6 +67,10 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     options = ["--reasoning", "off"] if "enable_thinking" in encoder.variables_for_server() else []
     if run.conversation.tools:
         options.append("--jinja")
+    if (scaling := run.recipe.model.rope_scaling) is not None and scaling["rope_type"] in ("linear", "yarn"):
+        options += ["--rope-scaling", scaling["rope_type"], "--rope-scale", f"{scaling['factor']:g}"]
+        if original := scaling.get("original_max_position_embeddings"):
+            options += ["--yarn-orig-ctx", str(original)]
     source = whole_model(run, prompts, say)
     name = re.sub(r"[^a-z0-9._-]+", "-", run_dir.resolve().name.lower()).strip("-._") or "model"
     file = folder / f"{name}-{quantization}.gguf"
@@ -88,6 +92,8 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     if nameless := facts.pop("ends_without_name", []):
         texts = ", ".join(map(str, tokenizer.convert_ids_to_tokens(nameless)))
         notes.append(f"a GGUF names three end tokens; llama.cpp may not stop on {texts}")
+    if scaling is not None and scaling["rope_type"] == "dynamic":
+        notes.append("model.rope_scaling: llama.cpp has no dynamic scaling; texts beyond the base's positions go wrong")
     facts |= {"quantization": quantization, "modelfile": written and str(written), "notes": notes}
     return facts | {"commands": commands}
 

@@ -174,6 +174,8 @@ def _for_vllm(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> Han
         options += ["--chat-template", f"{path}/{TEMPLATE}"]
     if (run.product / GENERATION).is_file():  # the base's lists other end tokens
         options += ["--generation-config", path]
+    if positions := _scaled_positions(recipe):
+        options += ["--hf-overrides", json.dumps(positions)]
     command = ["vllm", "serve", _base(recipe), *lora_options(name, path, settings["r"]), *options]
     notes = []
     if recipe.quantization is not None:
@@ -191,6 +193,14 @@ def _for_vllm(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> Han
             write_text(target / TEMPLATE, run.conversation.template_for_engines())
 
     return HandOver("accepted", words, command, ask, write, tuple(notes))
+
+
+def _scaled_positions(recipe: Recipe) -> dict[str, Any]:
+    """What the base's config.json lacks of model.rope_scaling; an adapter has no config.json."""
+    if recipe.model.rope_scaling is None:
+        return {}
+    text: Any = configuration(recipe).get_text_config()
+    return {"rope_parameters": text.rope_parameters, "max_position_embeddings": text.max_position_embeddings}
 
 
 def _base(recipe: Recipe) -> str:
@@ -254,6 +264,7 @@ def _script(run: FinishedRun, automatic: str, *, adapter: bool) -> str:
             options.append(f"revision={section.revision!r}")
         if section.trust_remote_code:
             options.append("trust_remote_code=True")
+        options += [f"{key}={value!r}" for key, value in _scaled_positions(run.recipe).items()]
         if quantization is not None:
             names.append("BitsAndBytesConfig")
             options.append(f"quantization_config=BitsAndBytesConfig(**{quantization.model_dump()!r})")

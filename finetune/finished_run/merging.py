@@ -245,7 +245,8 @@ def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
     config = read_settings(section, "config.json")
     assert config is not None, "open_base has seen it"
     vocabulary = merge.vocabulary if merge.adapter.new_rows else None
-    write_settings(folder / "config.json", own_config(config, dtype=dtype, unties=merge.unties, vocabulary=vocabulary))
+    own = own_config(config, dtype=dtype, unties=merge.unties, vocabulary=vocabulary, rope_scaling=section.rope_scaling)
+    write_settings(folder / "config.json", own)
     for name in (GENERATION_SETTINGS, *PROCESSOR_FILES):
         settings = read_settings(section, name)
         if settings is not None:

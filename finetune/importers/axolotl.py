@@ -23,6 +23,7 @@ from finetune.importers.shared import (
     carry_named_template,
     carry_optimizer,
     carry_remote_code,
+    carry_rope_scaling,
     carry_scheduler,
     carry_strategy,
     carry_trackers,
@@ -84,6 +85,8 @@ def convert(foreign: ForeignConfig) -> None:
     foreign.carry("model.name_or_path", "base_model")
     foreign.carry("model.revision", "revision_of_model", "model_revision")
     carry_remote_code(foreign)
+    overrides = "overrides_of_model_config"
+    carry_rope_scaling(foreign, "rope_scaling", f"{overrides}.rope_parameters", f"{overrides}.rope_scaling")
     leave_end_token(foreign, "special_tokens.eos_token")
     for plugin in foreign.names("plugins"):
         if "liger" in plugin or "cut_cross_entropy" in plugin:
@@ -198,6 +201,11 @@ def _training(foreign: ForeignConfig) -> None:
     foreign.carry("training.max_grad_norm", "max_grad_norm", default=1.0, change=positive_or_none)
     carry_optimizer(foreign, "optimizer", "adamw_torch_fused")
     carry_checkpointing(foreign, "gradient_checkpointing", default=False)
+    if foreign.peek("tiled_mlp") and not foreign.peek("lora_dropout"):
+        shards = foreign.count("tiled_mlp_num_shards")
+        tokens = -(-foreign.count("sequence_len", 512) // shards) if shards else 4096
+        foreign.write("training.mlp_tile_tokens", tokens, "tiled_mlp")
+        foreign.get("tiled_mlp")
     foreign.carry("training.seed", "seed", default=42)
     foreign.carry("training.early_stopping_patience", "early_stopping_patience")
     foreign.carry("logging_steps", "logging_steps", change=as_count)

@@ -55,6 +55,11 @@ def convert(foreign: ForeignConfig) -> None:
     foreign.carry("model.name_or_path", "model_name_or_path")
     foreign.carry("model.revision", "model_revision")
     carry_remote_code(foreign)
+    if kind := foreign.get("rope_scaling"):  # a name alone, whose factor LLaMA-Factory finds in the base's files
+        reason = (
+            f"write model.rope_scaling: {{rope_type: {kind}, factor: N}}; N is cutoff_len over the base's positions"
+        )
+        foreign.leave("rope_scaling", "look", reason)
     _method(foreign)
     objectives: dict[Any, Objective] = {"dpo": "dpo", "kto": "kto"}
     objective = objectives.get(stage, "supervised")

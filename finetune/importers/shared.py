@@ -16,6 +16,7 @@ from finetune.importers.foreign_config import ForeignConfig, as_count, recipe_de
 from finetune.importers.recipe_writer import written
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES
 from finetune.recipe.schema import Recipe, Scheduler, Tracker
+from finetune.recipe.sections.model import ROPE_TYPES
 from finetune.recipe.sections.training import SCHEDULER_ARGUMENTS
 from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.recipe.strategy_fit import unfit
@@ -457,3 +458,16 @@ TEMPLATES = {
     # LLaMA-Factory says the opening once, as a system prompt.
     "alpaca_turns": _alpaca("{% if loop.first %}" + _ALPACA + "{% endif %}", "\n\n"),
 }
+
+
+def carry_rope_scaling(foreign: ForeignConfig, *keys: str) -> None:
+    """model.rope_scaling, from transformers' mapping in its old or new spelling."""
+    key, value = foreign.first(*keys)
+    if value is None:
+        return
+    kind = (value.get("rope_type") or value.get("type")) if isinstance(value, Mapping) else None
+    if kind in ROPE_TYPES:
+        others = {name: each for name, each in value.items() if name not in ("type", "rope_type")}
+        foreign.write("model.rope_scaling", {"rope_type": kind, **others}, key)
+    else:
+        foreign.leave(key, "differs", "write model.rope_scaling: {rope_type: yarn, factor: 4.0}, or another kind")

@@ -18,6 +18,7 @@ from finetune.importers.preferences import (
 )
 from finetune.importers.shared import (
     carry_remote_code,
+    carry_rope_scaling,
     data_set_entry,
     find_quantisation_key,
     keep_to_linear_layers,
@@ -67,6 +68,7 @@ def convert(foreign: ForeignConfig) -> None:
     foreign.carry("model.name_or_path", "model_name_or_path")
     foreign.carry("model.revision", "model_revision")
     carry_remote_code(foreign)
+    carry_rope_scaling(foreign, "rope_scaling", "model_init_kwargs.rope_parameters", "model_init_kwargs.rope_scaling")
     _adapter(foreign)
     _data(foreign, objective)
     rate = TRL_DEFAULTS["learning_rate"] if objective == "supervised" else PREFERENCE_RATE

@@ -215,7 +215,12 @@ def configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
         revision=section.revision,
         trust_remote_code=section.trust_remote_code,
     )
-    return as_stored(config, section, path)
+    config = as_stored(config, section, path)
+    if section.rope_scaling is not None:
+        from finetune.model.rope_scaling import scale_rope
+
+        scale_rope(config, section.rope_scaling)
+    return config
 
 
 def _common_options(recipe: Recipe, dtype: torch.dtype | None) -> dict[str, Any]:

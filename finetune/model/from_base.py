@@ -72,7 +72,12 @@ def write_settings(file: Path, settings: Mapping[str, Any]) -> None:
 
 
 def own_config(
-    base: Mapping[str, Any], *, dtype: torch.dtype, unties: bool, vocabulary: int | None = None
+    base: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    unties: bool,
+    vocabulary: int | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """config.json with the base's own keys.
 
@@ -80,6 +85,7 @@ def own_config(
         base: The base's config.json.
         unties: Head and embeddings are two matrices now, although the base ties them.
         vocabulary: The embeddings' rows, if the run added tokens.
+        rope_scaling: The recipe's.
     """
     config = copy.deepcopy(dict(base))
     config.pop("_name_or_path", None)  # it is another model now
@@ -97,6 +103,10 @@ def own_config(
         text["vocab_size"] = vocabulary
         if "vocab_size" in config:  # some state it twice
             config["vocab_size"] = vocabulary
+    if rope_scaling is not None:
+        from finetune.model.rope_scaling import scaled_settings
+
+        text |= scaled_settings(text, rope_scaling)
     return config
 
 
@@ -120,6 +130,7 @@ def write_model_settings(folder: Path, model: PreTrainedModel, section: ModelSec
         dtype=dtype,
         unties=found is not None and found.is_at_odds,
         vocabulary=config.get_text_config().vocab_size if section.new_tokens else None,
+        rope_scaling=section.rope_scaling,
     )
     write_settings(file, own)
     if is_part and _structure(AutoConfig.from_pretrained(folder).to_dict()) != _structure(config.to_dict()):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from finetune.model.gguf_package import PREFIX
 from finetune.model.packaged import folder_of, in_hub_cache, online_name, resolve_model_path
 from finetune.model.stored_structure import unties
 from finetune.paths import PACKAGE
+from finetune.recipe.schema import Recipe
 from finetune.untrusted.config_sizes import read_config
 
 CONFIGS = PACKAGE / "model" / "configs"
@@ -107,6 +110,38 @@ def config_here(name_or_path: str, revision: str = "main") -> dict[str, Any] | N
         return read_config(file) if file is not None and file.is_file() else None
     except FinetuneError:
         return None
+
+
+def positions_in(text: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> int | None:
+    """The positions that the text part's configuration reaches, with its own or the recipe's scaling; None: unknown."""
+    positions = text.get("max_position_embeddings")
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    if scaling is not None:
+        from finetune.model.rope_scaling import scaled_rope
+
+        return scaled_rope(text, scaling)[2]
+    # A configuration with YaRN may state the number that the model was trained with, as Qwen's model cards do.
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if factor and original and rope.get("rope_type", rope.get("type")) == "yarn":
+        return max(positions, int(factor * original))
+    return positions
+
+
+def beyond_stated(recipe: Recipe) -> Iterator[str]:
+    """A line for rows beyond the model's positions, where no document has been read."""
+    config = config_here(recipe.model.name_or_path, recipe.model.revision) or {}
+    length, text = recipe.data.max_length, config.get("text_config") or config
+    positions = positions_in(text, recipe.model.rope_scaling)
+    if positions is not None and length > positions:
+        scaling = recipe.model.rope_scaling or {"rope_type": "yarn", "factor": 1.0}
+        factor = math.ceil(length / positions * scaling["factor"])
+        yield (
+            f"data.max_length: {length:,} is beyond the model's {positions:,} positions; for documents as long set "
+            f"model.rope_scaling: {{rope_type: {scaling['rope_type']}, factor: {factor}.0}}, or "
+            f"data.max_length={positions}"
+        )
 
 
 def _as_number(content: dict[str, Any]) -> Any:

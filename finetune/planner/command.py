@@ -242,12 +242,12 @@ def run_in_words(run: dict[str, Any], plan: dict[str, Any], gpus: Gpus | None) -
     return "the run: " + "; ".join([*parts, *missing])
 
 
-def _noted(note: Note) -> remedies.PlanFunction:
+def _noted(note: Note, *, memory_alone: bool = False) -> remedies.PlanFunction:
     """The plan, with a note at its beginning and its verdict."""
 
     def plan(recipe: Recipe, gpus: Gpus) -> Plan:
         note(f"tracing {candidates.variant_in_words(recipe)}")
-        found = planner.plan(recipe, gpus)
+        found = planner.plan(recipe, gpus, memory_alone=memory_alone)
         verdict = "" if found.fits else ", does not fit"
         note(f"  {found.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}{verdict}")
         return found
@@ -259,13 +259,21 @@ def _largest(recipe: Recipe, gpus: Gpus | None, name: str, note: Note) -> Output
     if recipe.training.activation_checkpointing == "auto":  # it recomputes all layers at the largest size
         recipe = changed(recipe, {"training.activation_checkpointing": True})
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
-    found = remedies.largest(recipe, config, gpus, name, _noted(note))
+    found = remedies.largest(recipe, config, gpus, name, _noted(note, memory_alone=True))
     assert gpus is not None
     words = f"{found['change']}  needs {found['needed_bytes'] / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
     if found["does_not_fit"] is None:
         words += "; it is the largest there is"
     else:
-        words += f"; {found['does_not_fit'].partition('=')[2]} does not fit"
+        words += f"; {found['does_not_fit'].partition('=')[2]} does not fit, by the {found['next_by']}"
+    if larger := found.get("changes"):
+        words += (
+            f"\nlarger with one change more, by the closed form, the cheapest first (of {gpus.memory / GIB:.1f} GiB):"
+        )
+        most = max(each["value"] for each in larger)
+        for each in larger[: remedies.SHOWN]:
+            bar = "█" * max(1, round(30 * each["value"] / most))
+            words += f"\n  {each['value']:>9,} {bar:<30} {each['change']}  ({each['means']})"
     return {"ok": True, "gpu_bytes": gpus.memory, **found}, words
 
 

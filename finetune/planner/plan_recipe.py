@@ -22,6 +22,7 @@ from finetune.planner.depth.caching_allocator import NoMemory, least_room, repla
 from finetune.planner.depth.fork import run_in_forks
 from finetune.planner.depth.repeat_layers import StorageChange, add_unlayered_storage
 from finetune.planner.depth.trace_to_depth import TraceRequest, trace_to_depth
+from finetune.planner.remedies import changed
 from finetune.planner.trace.step_work import StepWork, with_ddp_reductions
 from finetune.planner.trace.timeline import Peak, PhaseMemory
 from finetune.planner.trace.worst_batches import worst_batches
@@ -33,6 +34,7 @@ from finetune.strategies.accelerator import check_combination
 from finetune.strategies.packages import check_packages
 from finetune.tokens.batches import MicroBatch
 
+FIRST_TOKENS = 512  # a row's in the first step, if memory alone is planned
 STAGES_AT_ONCE = 4  # pipeline stages that are traced at once, with half a GiB of host memory each
 
 
@@ -119,6 +121,7 @@ def plan_recipe(
     stage: int | None = None,
     must_fit: bool = False,
     keeps_gradients: bool | None = None,
+    memory_alone: bool = False,
 ) -> Plan:
     """Plan one rank by a trace; in a pipeline the stage that needs most. It takes seconds.
 
@@ -132,6 +135,7 @@ def plan_recipe(
         stage: Plan this pipeline stage alone, from 0 on.
         must_fit: Raise DoesNotFit as soon as it is certain, after about half the plan's time.
         keeps_gradients: FSDP2 reduces gradients once a step, as a run has chosen; None: as a run on `gpus` would.
+        memory_alone: The step that makes the optimizer's state has short rows, which halves the time. `work` is wrong.
     """
     strategy = strategy_of(recipe)
     check_packages(recipe, strategy, plan=True)
@@ -186,6 +190,7 @@ def plan_recipe(
     if ranks > 1:
         outside["NCCL"] = NCCL_BUFFERS
     outside_bytes = sum(outside.values())
+    short_rows = changed(recipe, {"data.max_length": min(recipe.data.max_length, FIRST_TOKENS)})
     request = TraceRequest(
         recipe=recipe,
         config=config,
@@ -197,6 +202,7 @@ def plan_recipe(
         outside_bytes=outside_bytes,
         must_fit_bytes=gpus.memory if gpus and must_fit else None,
         rank=stage or 0,
+        first_batches=worst_batches(short_rows, ranks) if memory_alone else None,
     )
     with tempfile.TemporaryDirectory() as folder, _failure_in_one_line(strategy.name):
         deep = trace_to_depth(request, Path(folder), full_depth=bool(batches) and gpus is None)

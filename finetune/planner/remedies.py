@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import product
+from itertools import product, takewhile
 from typing import Any, NamedTuple, Protocol
 
 from pydantic import ValidationError
@@ -18,6 +18,7 @@ from finetune.closed_form.rank import cached_strategy
 from finetune.closed_form.shape import approximate_weights
 from finetune.closed_form.states_on_host import host_state_bytes
 from finetune.errors import FinetuneError
+from finetune.model.rope_scaling import scaled_rope
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS, for_shards, usual_rate
 from finetune.recipe.schema import Recipe
@@ -27,9 +28,11 @@ Changes = dict[str, Any]  # dotted key -> value
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
 RECOMPUTATION, STRATEGY = "training.activation_checkpointing", "accelerate_config"
 OFFLOADING = "training.activation_offloading"
+MLP_TILE = 4096  # tokens of an MLP's tile; rows of two tiles or more gain by it
 SHORTEST = 512  # tokens; shorter rows are not proposed
 SHOWN, TRACES = 3, 6  # changes that make a recipe fit; traces at most until one of them fits by its trace
 GUESSES = 6  # plans that `largest` places by a guess; further plans halve the rest
+CACHED, MOST_CACHED = 1.005, 1.5  # a plan with the allocator's gaps over its estimate: as a rule, and at most
 NEAR_LIMIT = 0.02  # an estimate this near to the GPU's size says nothing: a trace does
 TRACE, CLOSED_FORM = "trace", "closed form"  # the source of a variant's bytes
 
@@ -115,6 +118,8 @@ def _knobs(recipe: Recipe, gpus: Gpus, weights: float | None) -> Iterator[list[O
         offloaded: Changes = {RECOMPUTATION: True} if training.recompute_every != 1 or training.keeps_products else {}
         recomputation.append(Option(offloaded | {OFFLOADING: True}, 6, "hidden states wait in host memory"))
     yield recomputation
+    if training.mlp_tile_tokens is None and recipe.training.rows_at_once * recipe.data.row_tokens >= 2 * MLP_TILE:
+        yield [Option({"training.mlp_tile_tokens": MLP_TILE}, 4, "the MLP's wide tensors for one tile at a time")]
     if gpus.count * gpus.nodes > 1 and strategy.name != "fsdp2_offload":
         required: Changes = {}  # settings that sharded strategies require
         if recipe.quantization is not None and recipe.quantization.load_in_4bit:
@@ -278,14 +283,17 @@ def largest(
 ) -> dict[str, Any]:
     """The largest `max_length` or `per_device_batch_size` that fits, by `plan`, as JSON.
 
-    `does_not_fit` is the next value, a `granularity` further, which was planned too; None if there is no larger one.
+    `does_not_fit` is the next value, a `granularity` further; None if there is no larger one. `next_by` says what found
+    that it does not fit: its own plan, or the closed form, scaled to the plan of the value that fits. `changes` are
+    uses of other settings for still larger values, by the closed form.
 
     Raises FinetuneError for another name, without a GPU, and if not even the smallest value fits.
     """
-    sizes = {"max_length": (LENGTH, 128), "per_device_batch_size": (ROWS, 1)}  # a value is a multiple of the number
-    key, grain = sizes.get(name.rpartition(".")[2], ("", 0))
+    key = {"max_length": LENGTH, "per_device_batch_size": ROWS}.get(name.rpartition(".")[2], "")
     if not key:
-        raise FinetuneError(f"--max: {name}: is not a size that can be searched; write {' or '.join(sizes)}")
+        raise FinetuneError(
+            f"--max: {name}: is not a size that can be searched; write max_length or per_device_batch_size"
+        )
     if gpus is None:
         raise FinetuneError(f"--max: {name}: needs a GPU; add --gpus 4x24GB")
     plans: dict[int, PlanVerdict] = {}
@@ -297,20 +305,52 @@ def largest(
     def estimated(value: int) -> int:
         return estimate(changed(recipe, {key: value}), config, gpus).needed
 
-    current, most = recipe.training.rows_at_once, recipe.training.global_batch_size
+    values: Sequence[int] = range(1, recipe.training.global_batch_size + 1)
+    current = recipe.training.rows_at_once
     if key == LENGTH:
-        current, most = recipe.data.max_length, int(config.get("max_position_embeddings") or 131_072)
-    values = range(grain, most + 1, grain)
+        current = recipe.data.max_length
+        most, scaling = int(config.get("max_position_embeddings") or 131_072), recipe.model.rope_scaling
+        values = _lengths(most if scaling is None else scaled_rope(config, scaling)[2])
     start = bisect_right(values, current) - 1
-    has_closed_form = unsupported(recipe, config, gpus) is None
-    best = last_fitting(values, gpus.memory, planned, estimated if has_closed_form else None, start)
+    facts: dict[str, Any] = {}
+    if unsupported(recipe, config, gpus) is None:
+        best = last_fitting(values, gpus.memory, planned, estimated)
+        facts["changes"] = list(_larger_by(recipe, config, gpus, key, values, best))
+    else:
+        best = last_fitting(values, gpus.memory, planned, start=start)
     if best < 0:
         raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max to see changes that do")
-    facts: dict[str, Any] = {"change": f"{key}={values[best]}", "needed_bytes": plans[values[best]].needed}
-    facts |= {"granularity": grain, "does_not_fit": None}
+    facts |= {"change": f"{key}={values[best]}", "needed_bytes": plans[values[best]].needed}
+    facts |= {"granularity": 0, "does_not_fit": None, "next_by": None}
     if best + 1 < len(values):
-        facts["does_not_fit"] = f"{key}={values[best + 1]}"
+        following = values[best + 1]
+        facts |= {"granularity": following - values[best], "does_not_fit": f"{key}={following}"}
+        facts["next_by"] = TRACE if following in plans else CLOSED_FORM
     return facts
+
+
+def _lengths(most: int) -> list[int]:
+    """Row lengths to try: 128 tokens apart up to 8,192, and from there on 64 to 128 steps for each doubling."""
+    lengths, length = [], 0
+    while (length := length + max(128, 1 << max(0, length.bit_length() - 7))) <= most:
+        lengths.append(length)
+    return lengths
+
+
+def _larger_by(
+    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, key: str, values: Sequence[int], best: int
+) -> Iterator[dict[str, Any]]:
+    """Single changes that let values fit that are larger by a tenth, by the closed form, the cheapest first."""
+    knobs = _knobs(changed(recipe, {key: values[max(best, 0)]}), gpus, approximate_weights(config))
+    for option in sorted((option for knob in knobs for option in knob), key=lambda each: each.cost):
+        with suppress(ValidationError):
+            other = changed(recipe, option.changes)
+            if unsupported(other, config, gpus) is None and {LENGTH, ROWS}.isdisjoint(option.changes):
+                estimates = (estimate(changed(other, {key: value}), config, gpus).needed for value in values)
+                fitting = sum(1 for _ in takewhile(lambda needed: needed * CACHED <= gpus.memory, estimates))
+                if fitting and values[fitting - 1] >= 1.1 * values[max(best, 0)] and _is_trained(other):
+                    change = Variant(other, option.changes, option.cost, (option.says,)).words
+                    yield {"change": change, "value": values[fitting - 1], "means": option.says}
 
 
 def last_fitting(
@@ -320,7 +360,8 @@ def last_fitting(
     estimated: Callable[[int], int] | None = None,
     start: int = 0,
 ) -> int:
-    """Index of the last value that fits, -1 for none, in few plans. That value is planned, and the next one.
+    """Index of the last value that fits, -1 for none, in few plans. That value is planned. The next one is planned too,
+    unless an estimate, scaled to a plan, says that it does not fit: one plan is enough as a rule.
 
     Each plan returns its memory with the gaps between tensors, and so places the next plan. After GUESSES plans the
     rest is halved.
@@ -334,7 +375,11 @@ def last_fitting(
     while high - low > 1:
         index = (low + high) // 2
         if len(points) < GUESSES:
-            index = min(max(_guess(values, memory, points, estimated, start), low + 1), high - 1)
+            guess = _guess(values, memory, points, estimated, start)
+            latest = guess == low >= 0 and points[-1][0] == values[low]
+            if latest and estimated is not None and 1 <= points[-1][1] / estimated(values[low]) <= MOST_CACHED:
+                break  # the estimate can be trusted
+            index = min(max(guess, low + 1), high - 1)
         found = planned(values[index])
         points.append((values[index], found.fits_from()))
         if found.fits:
@@ -353,7 +398,7 @@ def _guess(
 ) -> int:
     """Index of the last value that fits: by the estimate, scaled to the latest plan, or by a line."""
     if estimated is not None:
-        factor = points[-1][1] / estimated(points[-1][0]) if points else 1.0
+        factor = points[-1][1] / estimated(points[-1][0]) if points else CACHED
         return bisect_right(values, memory, key=lambda each: int(estimated(each) * factor)) - 1
     if not points:
         return start

@@ -261,6 +261,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 def kits_model(recipe: Recipe, small: SmallModel, device: torch.device) -> nn.Module:
     """The small model as the recipe builds and computes its own, in float32, without quantisation and dropout."""
     own = {"name_or_path": str(small.folder), "revision": "main", "adapter": None, "load_in_fp8": False}
+    own |= {"rope_scaling": None}  # it is in the small model's own configuration
     section = recipe.model.model_copy(update=own)
     model = build_model(recipe.model_copy(update={"model": section, "quantization": None}), device, dtype=torch.float32)
     compute_layers(model, unpacked_weight)

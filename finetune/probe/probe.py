@@ -192,7 +192,12 @@ def _configuration(recipe: Recipe) -> dict[str, Any]:
             trust_remote_code=section.trust_remote_code,
         )
         refuse_files(recipe, stored_structure(section))
-        content: dict[str, Any] = as_stored(config, section).to_dict()
+        config = as_stored(config, section)
+        if section.rope_scaling is not None:
+            from finetune.model.rope_scaling import scale_rope
+
+            scale_rope(config, section.rope_scaling)
+        content: dict[str, Any] = config.to_dict()
         return content | {"code": getattr(config, "_commit_hash", None) if "auto_map" in content else None}
     except FinetuneError:
         raise

@@ -270,6 +270,15 @@ def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
         key, remedy = "training.pure_bf16", "set mixed_precision: bf16, or pure_bf16: false"
         yield CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy)
 
+    if training.mlp_tile_tokens is not None:
+        key = "training.mlp_tile_tokens"
+        if training.keeps_products:
+            problem = "activation_checkpointing: selective keeps the products that tiles do without"
+            yield CrossCheck(key, problem, "set activation_checkpointing: true, or leave it out")
+        if recipe.lora is not None and recipe.lora.lora_dropout:
+            remedy = "set lora.lora_dropout: 0, or leave it out"
+            yield CrossCheck(key, "backward computes each tile anew, and dropout would draw another mask", remedy)
+
 
 def _preference_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     """Settings that belong to another objective, and rows of another kind than the objective reads."""

@@ -47,6 +47,10 @@ def unfit(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
         problem = f"{strategy.name} spreads weights, and no strategy but single and ddp knows those in float8"
         remedy = "set it to false, or accelerate_config=ddp"
         yield Unfit("model.load_in_fp8", problem, remedy, {"model.load_in_fp8": False})
+    if recipe.training.mlp_tile_tokens is not None and strategy.shards_parameters and not strategy.shards_modules:
+        problem = f"{strategy.name} gathers weights inside the MLP, once for each tile"
+        remedy = "leave it out, or take accelerate_config=fsdp2"
+        yield Unfit("training.mlp_tile_tokens", problem, remedy, {"training.mlp_tile_tokens": None})
     if strategy.shards_modules:
         yield from _sharded_quantization(recipe)
     if strategy.schedule is not None:

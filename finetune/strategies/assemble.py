@@ -111,7 +111,7 @@ def assemble(
         unwrapped, pipeline, optimizer = staged(recipe, strategy, accelerator, build, parts)
         return Assembled(pipeline, unwrapped, accelerator.prepare(optimizer), pipeline=pipeline)
     unwrapped = build(recipe, accelerator.device)
-    compute_layers(unwrapped, unpacked_weight)
+    compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
     model, optimizer = prepare_silenced(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
     return Assembled(model, unwrapped, optimizer)
 
@@ -181,7 +181,7 @@ def _sharded(
     decoder = decoder_parts(unwrapped)
     late = taken(decoder)
     plain_quantized_weights(unwrapped)
-    compute_layers(unwrapped, unpacked_weight)
+    compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
     decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
     compute = COMPUTE[recipe.training.mixed_precision]
     shard_model(decoder, strategy, mesh, accelerator.device, compute, late)

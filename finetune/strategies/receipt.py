@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.own_layers.lora_linear import OWN, computed_by
-from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
+from finetune.architecture.own_layers.norm_and_gate import norms_and_gates, tiled_mlps
 from finetune.architecture.recomputation import keeps_products
 from finetune.errors import EnvironmentMismatch
 from finetune.model.adapter_targets import adapted_paths, describe_reach, part_of, reach
@@ -44,6 +44,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
     frozen = [parameter for parameter in model.parameters() if not is_trained(parameter)]
     packed = {id(layer.weight) for layer in (*quantized_layers(model), *float8_layers(model))}
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    tiled = tiled_mlps(model)
     cast_to = _compute_dtype(accelerator, parts)
     receipt = {
         "strategy": strategy.name,
@@ -84,6 +85,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "layers_keeping_products": sum(1 for layer in layers if keeps_products(layer)),
         "layers_with_states_on_host": sum(1 for layer in layers if hasattr(layer, "finetune_states_on_host")),
+        "mlp_tiles": {"tokens": tiled[0].finetune_tile_tokens, "layers": len(tiled)} if tiled else None,
         "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
         "non_blocking": recipe.training.non_blocking,
         "batches_copied_ahead": int(recipe.training.non_blocking),
@@ -245,6 +247,7 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
             receipt["layers"] * recipe.training.activation_offloading,
             receipt["layers_with_states_on_host"],
         ),
+        ("training.mlp_tile_tokens", recipe.training.mlp_tile_tokens, (receipt["mlp_tiles"] or {}).get("tokens")),
     ]
 
 
@@ -261,11 +264,14 @@ def describe(receipt: dict[str, Any]) -> str:
     share = parameters["trained"] / (parameters["trained"] + parameters["frozen"])
     name, whole = receipt["architecture"], receipt.get("text_part_of")
     name += f", the text part of {whole}" if whole else ""
+    tiled = receipt.get("mlp_tiles") or {"layers": 0, "tokens": 0}
+    tiles = f"MLPs of {tiled['layers']} of {receipt.get('layers')} layers run in tiles of {tiled['tokens']:,} tokens\n"
+    tiles *= tiled["layers"] > 0
     pipeline = f"{describe_stages(receipt)}\n" if receipt.get("pipeline") else ""
     return (
         f"{name}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
-        f"{describe_reach(receipt)}{_computed_by_peft(receipt)}"
+        f"{describe_reach(receipt)}{_computed_by_peft(receipt)}{tiles}"
         f"{pipeline}"
         f"{describe_batch(receipt)}"
     )

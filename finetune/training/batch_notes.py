@@ -67,7 +67,10 @@ def notes_before_launch(
     counts = counted_rows(recipe, prepared) if prepared else estimated_rows(recipe)
     if counts is None:
         why = "not counted: the data are on the Hub, or large; `finetune preview` counts them"
-        return {"rows": None, "notes": [f"data: {why}", *far_rate(recipe), *router_left_out(recipe)]}
+        from finetune.model.known_configs import beyond_stated
+
+        notes = [f"data: {why}", *far_rate(recipe), *router_left_out(recipe), *beyond_stated(recipe)]
+        return {"rows": None, "notes": notes}
     budget = recipe.budget
     strategy = strategy_of(recipe)
     ranks = strategy.data_rank_count(ranks or strategy.rank_count(max(1, budget.gpus * budget.nodes)))
@@ -230,7 +233,7 @@ def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) 
         count = int((lengths[used] > positions).sum())
         noun = "document" if data.unit == "documents" else data.row_noun
         longer = f"{counted(count, noun)} {'are' if count > 1 else 'is'} longer than the model's {model_has}"
-        handled = " data.truncation=right" if data.truncation == "error" else ""
+        handled = (" data.truncation=right" if data.truncation == "error" else "") + ", or model.rope_scaling"
         yield f"data.max_length: {longer}, the longest {longest:,} tokens ({pool.place(at)}); {set_it}{handled}"
         return
     packed = "positions begin anew in each document of a row" if data.packing else "a row is one document"
@@ -243,8 +246,10 @@ def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) 
 
 
 def positions_of(recipe: Recipe) -> int | None:
-    """The model's number of positions, its own extension included; None where its configuration has none."""
+    """The model's number of positions, with its own or the recipe's scaling; None where its configuration has none."""
     from transformers import AutoConfig
+
+    from finetune.model.known_configs import positions_in
 
     section = recipe.model
     try:
@@ -255,16 +260,9 @@ def positions_of(recipe: Recipe) -> int | None:
         )
     except Exception:
         return None  # loading the model, a moment later, raises it with a remedy
-    config = loaded.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions <= 0:
-        return None
-    # A configuration with YaRN may state the number that the model was trained with, as Qwen's model cards do.
-    rope = getattr(config, "rope_parameters", None) or {}
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    if factor and original:
-        return max(positions, int(factor * original))
-    return positions
+    text = loaded.get_text_config()  # GPT-2's has another name in its dictionary
+    stated = {"max_position_embeddings": getattr(text, "max_position_embeddings", None)}
+    return positions_in(text.to_dict() | stated, section.rope_scaling)
 
 
 def _rows_a_step(plan: BatchPlan, most: int) -> str:

@@ -97,6 +97,33 @@ def test_selective_recomputation_traced_now(point: tuple[Any, ...]) -> None:
     assert expected["traced_upper"] <= found["closed_upper"]
 
 
+TILED: list[tuple[Any, ...]] = [
+    ("meta-llama/Llama-3.1-8B", "qlora", ("single", "80GB", 1), 16384, 1, True),
+    ("meta-llama/Llama-3.2-1B", "full", ("single", "80GB", 1), 16384, 1, True),
+    ("Qwen/Qwen3-4B", "lora", ("fsdp2", "2x24GB", 1), 8192, 1, 2),
+    ("meta-llama/Llama-3.2-1B", "lora", ("ddp", "4x80GB", 1), 8192, 1, False),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", TILED, ids=key_of)
+def test_tiles_traced_now(point: tuple[Any, ...]) -> None:
+    found, expected = closed(point, tile=2048), traced(point, tile=2048)
+    assert found["closed_bytes"] == pytest.approx(expected["traced_bytes"], rel=LARGEST)
+    assert expected["traced_upper"] <= found["closed_upper"]
+
+
+@pytest.mark.parametrize(("method", "whole", "tiled"), [("lora", 459_624, 353_284), ("full pure", 459_432, 353_188)])
+def test_bytes_that_each_token_adds(method: str, whole: int, tiled: int) -> None:
+    """Of Llama 8B on long rows: hidden states 262,144, attention's tensors, and without tiles the MLP's."""
+    point = ("meta-llama/Llama-3.1-8B", method, ("single", "141GB", 1), 1, 1, True)
+    for tile, expected in ((None, whole), (4096, tiled)):
+        few, more = (
+            closed((*point[:3], tokens, *point[4:]), tile=tile)["closed_bytes"] for tokens in (65_536, 131_072)
+        )
+        assert (more - few) / 65_536 == pytest.approx(expected, rel=1e-4)
+
+
 KEPT: list[tuple[Any, ...]] = [
     ("meta-llama/Llama-3.2-1B", "full", ("fsdp2", "8x80GB", 1), 2048, 1, True),
     ("meta-llama/Llama-3.2-3B", "full", ("fsdp2", "8x80GB", 1), 2048, 4, 2),

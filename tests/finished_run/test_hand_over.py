@@ -74,6 +74,26 @@ def test_vllm_gets_the_adapter_as_it_is(tmp_path: Path) -> None:
     assert (body["model"], body["chat_template_kwargs"]) == ("run", {"thinking": False})
 
 
+def test_servers_of_an_adapter_are_told_of_scaled_positions(tmp_path: Path) -> None:
+    """A merged model has them in config.json, and the scripts of both give the same logits."""
+    base = save_tiny(tmp_path / "base", max_position_embeddings=64)
+    run = finished_run(tmp_path, base, model={"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, move=0.3)
+    words = shlex.split(hand_over(run, "vllm", None, quiet)["command"])
+    told = json.loads(words[words.index("--hf-overrides") + 1])
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    assert told == {"rope_parameters": rope, "max_position_embeddings": 256}
+    script = (Path(hand_over(run, "peft", None, quiet)["folder"]) / "ask.py").read_text("utf-8")
+    (call,) = re.findall(r"base = AutoModelForCausalLM(\.from_pretrained\(.*\))", script)
+    merged = Path(hand_over(run, "transformers", None, quiet)["folder"])
+    settings = json.loads((merged / "config.json").read_text("utf-8"))
+    assert {key: settings[key] for key in told} == told
+    ids = torch.arange(5, 205)[None]
+    adapted = PeftModel.from_pretrained(eval(f"AutoModelForCausalLM{call}"), run / "adapter").eval()
+    whole = AutoModelForCausalLM.from_pretrained(merged).eval()
+    with torch.no_grad():
+        assert (adapted(ids).logits - whole(ids).logits).abs().max() < 1e-4
+
+
 @pytest.mark.sample(1, thorough=3)
 @pytest.mark.parametrize(
     ("sections", "words"),

@@ -254,3 +254,46 @@ def test_a_call_of_another_name_is_a_call() -> None:
     assert isinstance(chat, Chat)
     assert chat.messages[1]["role"] == "assistant"
     assert chat.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"rope_scaling": YARN}, "rope_scaling"),
+        ({"overrides_of_model_config": {"rope_scaling": YARN}}, "overrides_of_model_config.rope_scaling"),
+        (
+            {"overrides_of_model_config": {"rope_parameters": {**YARN, "rope_type": "yarn"}}},
+            "overrides_of_model_config.rope_parameters",
+        ),
+    ],
+)
+def test_rope_scaling_is_carried(values: Values, key: str, tmp_path: Path) -> None:
+    """axolotl's places; both spellings of transformers."""
+    result = imported(tmp_path, AXOLOTL_LORA_8B | values)
+    expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert result.carried["model.rope_scaling"] == (expected, key)
+    assert not [each for each in result.left_out if "rope" in each.key and "liger" not in each.key]
+
+
+def test_rope_scaling_of_trl_and_of_a_kind_alone(tmp_path: Path) -> None:
+    """LLaMA-Factory's factor depends on the base's files."""
+    carried = imported(tmp_path, TRL_SHORT | {"model_init_kwargs": {"rope_scaling": YARN}})
+    assert value(carried, "model.rope_scaling")["rope_type"] == "yarn"
+    named = imported(tmp_path, FACTORY_LLAMA | {"rope_scaling": "yarn"})
+    assert "model.rope_scaling" not in named.carried
+    (line,) = [each for each in named.left_out if each.key == "rope_scaling"]
+    assert (line.level, line.value) == ("look", "yarn")
+    assert "model.rope_scaling: {rope_type: yarn, factor: N}" in line.reason
+
+
+@pytest.mark.parametrize(
+    ("values", "tokens"),
+    [({}, 4096), ({"tiled_mlp_num_shards": 8, "sequence_len": 65_537}, 8193), ({"lora_dropout": 0.05}, None)],
+)
+def test_tiled_mlp_is_carried(values: Values, tokens: int | None, tmp_path: Path) -> None:
+    """Not beside dropout, with which there are no tiles here; it is another way to compute the same."""
+    result = imported(tmp_path, {**AXOLOTL_LORA_8B, "lora_dropout": 0.0, "tiled_mlp": True, **values})
+    assert result.carried.get("training.mlp_tile_tokens", (None,))[0] == tokens

@@ -139,6 +139,7 @@ class Estimated:
 
     recipe: Recipe
     gpus: Gpus
+    memory_alone: bool = False
 
     @property
     def needed(self) -> int:
@@ -187,20 +188,28 @@ def test_progress_is_beside_the_result(
     recipe = str(ROOT / "recipes" / "llama3_fsdp.yaml")
     code, out, err = plan_output([recipe, "--max", "max_length", *(["--json"] if as_json else [])], capsys)
     assert code == 0
-    first, verdict, second, refusal = err.splitlines()
+    first, verdict, second, nearer = err.splitlines()
     assert re.fullmatch(r"tracing lora, fsdp2, 2 x [\d,]+ tokens, activation_checkpointing: true", first)
     assert re.fullmatch(r"  22\.\d GiB of 22\.4", verdict)
     assert second.startswith("tracing ")
-    assert re.fullmatch(r"  22\.\d GiB of 22\.4, does not fit", refusal)
+    assert re.fullmatch(r"  22\.\d GiB of 22\.4", nearer), "nearer to the edge than the first"
     if not as_json:
-        assert re.fullmatch(r"data.max_length=\d+  needs 22.\d GiB of 22.4 a GPU; \d+ does not fit", out.rstrip())
+        line, head, *larger = out.splitlines()
+        assert re.fullmatch(
+            r"data.max_length=\d+  needs 22.\d GiB of 22.4 a GPU; \d+ does not fit, by the closed form", line
+        )
+        assert head.startswith("larger with one change more, by the closed form, the cheapest first")
+        assert len(larger) == 2
+        assert all(re.fullmatch(r" +[\d,]+ █+ +[a-z_.]+=.+  \(.+\)", each) for each in larger)
         return
     told = json.loads(out)
-    assert told.keys() == {"ok", "change", "needed_bytes", "gpu_bytes", "granularity", "does_not_fit"}
+    assert told.keys() == {
+        *("ok", "change", "needed_bytes", "gpu_bytes", "granularity", "does_not_fit", "next_by", "changes")
+    }
     value, after = (int(told[key].partition("=")[2]) for key in ("change", "does_not_fit"))
-    assert after - value == told["granularity"] == 128
-    assert f"2 x {value:,} tokens" in first
-    assert f"2 x {after:,} tokens" in second
+    assert after - value == told["granularity"] == 256, "a 64th of 16,384"
+    assert told["next_by"] == "closed form"
+    assert f"2 x {value:,} tokens" in second
 
 
 @pytest.mark.parametrize(

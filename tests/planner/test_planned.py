@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,10 @@ SAMPLE = [
         Case(method, "bf16", "selective", packed=True, tied=False, micro_steps=2)
         for method in ("full", "lora", "qlora", "experts")
     ),
+]
+TILED = [
+    Case(method, "bf16", every, packed=True, tied=tied, micro_steps=2, tile=tile)
+    for method, every, tied, tile in (("qlora", 1, False, 8), ("lora", 2, True, 16), ("full", 1, False, 10))
 ]
 
 
@@ -64,6 +69,13 @@ def test_offloaded_hidden_states_are_planned_to_the_byte(case: Case, folder: Pat
     assert found["forward"] != resident["forward"]
 
 
+@pytest.mark.parametrize("case", TILED, ids=str)
+def test_tiles_are_planned_to_the_byte(case: Case, folder: Path) -> None:
+    found = planned(case, folder)
+    assert list(differences(found, tracked(case, folder))) == []
+    assert found["backward"] != planned(replace(case, tile=None), folder)["backward"]
+
+
 @pytest.mark.slow
 def test_every_configuration_is_planned_to_the_byte(folder: Path) -> None:
     assert len(ALL) == 108
@@ -75,7 +87,7 @@ def test_every_configuration_is_planned_to_the_byte(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "node", "some"),
     [
-        ("fsdp2", 2, 2, [*RANKS[::3], *EIGHT_BITS]),
+        ("fsdp2", 2, 2, [*RANKS[::3], *EIGHT_BITS, *TILED[1:]]),
         ("fsdp2_grad_op", 2, 2, RANKS[1::7]),
         ("fsdp2_offload", 2, 2, [*RANKS[2::7], *EIGHT_BITS[:1]]),
         ("hsdp", 4, 2, [*RANKS[3::13], *EIGHT_BITS[:1]]),

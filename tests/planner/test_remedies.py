@@ -151,7 +151,38 @@ def test_how_far_a_size_goes(name: str, key: str) -> None:
     assert (named, found["granularity"], int(after) - int(value)) == (key, grain, grain)
     assert found["needed_bytes"] <= room.memory
     assert not plan(changed(recipe, {key: int(after)}), room).fits
-    assert len(plan.asked) <= 3, "that value and the next one, and this test's own"
+    assert len(plan.asked) <= 3, "that value, maybe the next one, and this test's own"
+
+
+def test_one_plan_is_enough_where_the_estimate_is_right() -> None:
+    """The edge itself is planned; the next value is beyond the memory by the estimate, scaled to that plan."""
+    for memory in range(8_000_000, 70_000_000, 1_234_567):
+        line = Line(memory, 900_000, 500, 1.0049)
+        asked = Asked(line)
+        found = last_fitting(VALUES, memory, asked, line.bytes_of)
+        assert found == by_bisection(line)
+        assert VALUES[found] in asked.values
+        assert len(asked.values) <= 2
+
+
+def test_changes_that_let_longer_rows_fit() -> None:
+    """The closed form's word for each: that length fits, and the next one does not."""
+    recipe, room = load("llama3_qlora", "data.max_length=16384"), parse_gpus("24GB")
+    found = largest(recipe, config_of(recipe), room, "max_length", Planner())
+    longest = int(found["change"].partition("=")[2])
+    by_change = {each["change"]: each["value"] for each in found["changes"]}
+    assert by_change["training.mlp_tile_tokens=4096"] > 1.2 * longest
+    for change, length in by_change.items():
+        assert length >= 1.1 * longest
+        pasted = load("llama3_qlora", *shlex.split(change), f"data.max_length={length}")
+        assert 0.98 * room.memory < estimate(pasted, config_of(pasted), room).needed <= room.memory
+
+
+def test_row_lengths_end_at_the_scaled_positions() -> None:
+    scaling = "model.rope_scaling={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"
+    recipe, room, plan = load("qwen3_4b_lora_tools_1x24gb", scaling), parse_gpus("8x141GB"), Planner()
+    found = largest(recipe, config_of(recipe), room, "max_length", plan)
+    assert (found["change"], found["does_not_fit"]) == ("data.max_length=131072", None)
 
 
 def test_the_largest_there_is() -> None:

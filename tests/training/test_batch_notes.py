@@ -12,6 +12,8 @@ from transformers import AutoConfig
 
 from finetune.cli.main import main
 from finetune.model.build import load_tokenizer
+from finetune.model.known_configs import beyond_stated
+from finetune.planner import changed
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.optimizers import far_rate
 from finetune.recipe.schema import Recipe
@@ -27,7 +29,7 @@ from finetune.training.batch_notes import (
 )
 from finetune.training.batch_plan import BatchPlan, plan_batches
 from tests.support.models.tiny import save_tiny, write_chats
-from tests.support.runs.recipes import SETTING, least, write_recipe
+from tests.support.runs.recipes import SETTING, least, least_recipe, write_recipe
 
 
 def recipe_with(model: Path, chats: Path, *words: str, **training: Any) -> Recipe:
@@ -264,7 +266,7 @@ def test_documents_beyond_the_positions(short: Path, tmp_path: Path, packing: st
     recipe = recipe_with(short, chats, f"data.packing={packing}", global_batch_size=2)
     assert notes_of(recipe)[1:] == [
         "data.max_length: 2 documents are longer than the model's 100 positions, the longest 120 tokens "
-        f"({chats}:90); set data.max_length=100 data.truncation=right"
+        f"({chats}:90); set data.max_length=100 data.truncation=right, or model.rope_scaling"
     ]
     mended = recipe_with(short, chats, *SETTING.findall(notes_of(recipe)[1])[-2:], global_batch_size=2)
     assert len(notes_of(mended)) == 1
@@ -282,6 +284,20 @@ def test_max_length_beyond_the_positions(short: Path, chats: Path) -> None:
     assert notes_of(recipe_with(short, chats, "data.max_length=100", global_batch_size=2))[1:] == []
 
 
+def test_max_length_beyond_the_positions_where_no_data_are_read(short: Path, tmp_path: Path) -> None:
+    """`check` and `plan` of a recipe whose data are on the Hub."""
+    recipe = least_recipe(short, data={"train": [{"path": "some/where"}], "max_length": 250})
+    assert list(beyond_stated(recipe)) == [
+        "data.max_length: 250 is beyond the model's 100 positions; for documents as long set model.rope_scaling: "
+        "{rope_type: yarn, factor: 3.0}, or data.max_length=100"
+    ]
+    for scaling in ({"rope_type": "yarn", "factor": 3.0}, {"rope_type": "dynamic", "factor": 2.5}):
+        assert list(beyond_stated(changed(recipe, {"model.rope_scaling": scaling}))) == []
+    assert (
+        len(list(beyond_stated(changed(recipe, {"model.rope_scaling": {"rope_type": "linear", "factor": 2.0}})))) == 1
+    )
+
+
 def test_positions_that_a_model_states(tmp_path: Path, chats: Path, tiny_llama: Path) -> None:
     def positions(**config: Any) -> int | None:
         AutoConfig.for_model(**{"model_type": "llama", **config}).save_pretrained(tmp_path / "model")
@@ -293,6 +309,8 @@ def test_positions_that_a_model_states(tmp_path: Path, chats: Path, tiny_llama: 
     assert positions_of(recipe_with(tiny_llama, chats)) == 2048
     assert positions(max_position_embeddings=131072, rope_parameters=llama3) == 131072  # already extended
     assert positions(max_position_embeddings=32768, rope_parameters=yarn) == 131072
+    llama32 = llama3 | {"factor": 32.0}  # of 8,192: it was trained on 131,072
+    assert positions(max_position_embeddings=131072, rope_parameters=llama32) == 131072
     assert positions(model_type="gpt2", n_positions=1024) == 1024
     assert positions(model_type="bloom") is None
     assert positions_of(recipe_with(tmp_path / "nowhere", chats)) is None

@@ -42,6 +42,7 @@ from finetune.architecture.attention import AMPERE, ENDS_ON_HOST, LENGTHS, LONGE
 from finetune.architecture.by_document import run_document_by_document
 from finetune.architecture.families import router_coefficient
 from finetune.architecture.guard import Discrepancy, compare_computations, compare_outputs, nested_tensors
+from finetune.architecture.own_layers.norm_and_gate import tiled_mlps
 from finetune.errors import EnvironmentMismatch
 from finetune.files import cache_folder
 from finetune.recipe.schema import Recipe
@@ -74,7 +75,7 @@ class CompiledLayers:
     reached: bool | None = None  # a gradient is wanted of the next layer's input; None outside of `comparing`
     forwards_too: bool = False  # layers in evaluation mode are compiled as well
     forward_seconds: dict[str, float] = field(default_factory=dict)  # of a kind's first forward without gradients
-    _functions: dict[type, Callable[..., Any]] = field(default_factory=dict)
+    _functions: dict[Any, Callable[..., Any]] = field(default_factory=dict)  # by a layer as it is written
     _last: tuple[tuple[int, ...], Tensor] | None = None  # the lengths of a row, and the ends of its documents
 
     def run(self, layer: Any, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,7 +87,7 @@ class CompiledLayers:
                 raise
             except Exception as error:  # of whatever class: torch has no public names for those of its compiler
                 self.stop(error_in_one_line(error))
-        return type(layer).forward(layer, *args, **kwargs)
+        return _as_written(layer)(layer, *args, **kwargs)
 
     @contextmanager
     def forwards(self) -> Iterator[None]:
@@ -101,7 +102,7 @@ class CompiledLayers:
         """The layer's output without gradients. A kind's first one is compared with the layer as written."""
 
         def as_written() -> Any:
-            return type(layer).forward(layer, *args, **kwargs)
+            return _as_written(layer)(layer, *args, **kwargs)
 
         def compiled() -> Any:
             # The first layer's input requires a gradient where layers are recomputed. That would be a second graph.
@@ -109,7 +110,7 @@ class CompiledLayers:
             options = _mapped(self._without_lengths(kwargs), Tensor.detach)
             for tensor in nested_tensors((given, options)):
                 torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))  # as in _call
-            return self._function(type(layer))(layer, *given, **options)
+            return self._function(_as_written(layer))(layer, *given, **options)
 
         if layer.finetune_kind in self.forward_seconds:
             return compiled()
@@ -145,7 +146,7 @@ class CompiledLayers:
 
     def look(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a layer as it is written; within `comparing`."""
-        output = type(layer).forward(layer, *args, **kwargs)
+        output = _as_written(layer)(layer, *args, **kwargs)
         reached = bool(self.reached)
         known = (layer.finetune_kind, reached) in self.seconds or self._alone(layer, reached)
         if self.stopped is None and not known:
@@ -196,25 +197,25 @@ class CompiledLayers:
         return f"compiled: {kinds}, forward and backward, in {sum(self.seconds.values()):.1f} s; {graphs}"
 
     def _call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not layer.gradient_checkpointing or GRAPHS_RECOMPUTE:
-            return self._function(type(layer))(layer, *args, **kwargs)
+        if not getattr(layer, "gradient_checkpointing", False) or GRAPHS_RECOMPUTE:
+            return self._function(_as_written(layer))(layer, *args, **kwargs)
         return layer._gradient_checkpointing_func(partial(self._kept, layer, **kwargs), *args)
 
     def _kept(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """The bytes kept by a layer whose recomputation is outside its graph."""
         layer.gradient_checkpointing = False  # transformers' wrapper, which the graph includes, reads it
         try:
-            return self._function(type(layer))(layer, *args, **kwargs)
+            return self._function(_as_written(layer))(layer, *args, **kwargs)
         finally:
             layer.gradient_checkpointing = True
 
-    def _function(self, kind: Any) -> Callable[..., Any]:
-        function = self._functions.get(kind)
+    def _function(self, as_written: Any) -> Callable[..., Any]:
+        function = self._functions.get(as_written)
         if function is None:
             # Dropout by torch's own kernels draws what the layer as it is written draws, so the two can be compared.
             options: Any = {"fallback_random": True} if self.backend == "inductor" else None
-            function = torch.compile(kind.forward, backend=self.backend, fullgraph=True, dynamic=True, options=options)
-            self._functions[kind] = function
+            function = torch.compile(as_written, backend=self.backend, fullgraph=True, dynamic=True, options=options)
+            self._functions[as_written] = function
         return function
 
     def _tried(self, layer: Any, reached: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -273,7 +274,7 @@ class CompiledLayers:
 
         def as_written(*leaves: Tensor) -> Any:
             again, options = given((args, kwargs), leaves)
-            return type(layer).forward(layer, *again, **options)
+            return _as_written(layer)(layer, *again, **options)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the compiler about torch's own code and ours
@@ -298,11 +299,14 @@ def compile_layers(model: nn.Module, compiled: CompiledLayers) -> None:
     # layers that are recomputed. torch's notes on DDP have the setting under this name.
     torch._dynamo.config.optimize_ddp = False
     compiled.applied = True
-    for layer in _layers(model):
+    for layer in tiled_mlps(model) or _layers(model):
         layer.finetune_kind = _kind(layer)
         layer.finetune_compiled = compiled
         layer.finetune_trained = any(each.requires_grad for each in layer.parameters())
-        layer.forward = MethodType(_forward, layer)
+        if hasattr(layer, "finetune_untiled"):
+            layer.finetune_tile = MethodType(_forward, layer)
+        else:
+            layer.forward = MethodType(_forward, layer)
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:
@@ -322,10 +326,16 @@ def _layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def _as_written(layer: Any) -> Callable[..., Any]:
+    """A decoder layer's function; or that of a tile of an MLP, whose layer's graph would hold one number of tiles."""
+    function: Callable[..., Any] = getattr(layer, "finetune_untiled", type(layer).forward)
+    return function
+
+
 def _kind(layer: Any) -> str:
     """The key that tells layers with different graphs apart: structure, attention kind and recomputation."""
     attentions = [getattr(module, "sliding_window", None) for module in layer.modules()]
-    return f"{layer!r} {attentions} {layer.gradient_checkpointing}"
+    return f"{layer!r} {attentions} {getattr(layer, 'gradient_checkpointing', False)}"
 
 
 def _keeps_too_much(
@@ -365,16 +375,16 @@ def _kept_for_backward(call: Callable[[], Any]) -> int:
 
 def _forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     compiled: CompiledLayers = layer.finetune_compiled
-    hidden = next(nested_tensors((args, kwargs)))  # [rows, tokens, hidden_size]
+    hidden = next(nested_tensors((args, kwargs)))  # [rows, tokens, hidden_size]; a tile is [tokens, hidden_size]
     # A rank without a row gets one of a single token, which would be a graph of its own.
-    if hidden.shape[:2].numel() > 1:
+    if hidden.shape[:-1].numel() > 1:
         if layer.training and compiled.reached is not None:
             return compiled.look(layer, args, kwargs)
         if layer.training and compiled.stopped is None and torch.is_grad_enabled():
             return compiled.run(layer, hidden, args, kwargs)
         if compiled.forwards_too and compiled.stopped is None and not torch.is_grad_enabled():
             return compiled.run_forward(layer, args, kwargs)
-    return type(layer).forward(layer, *args, **kwargs)
+    return _as_written(layer)(layer, *args, **kwargs)
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

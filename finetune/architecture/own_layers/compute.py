@@ -28,11 +28,20 @@ from finetune.architecture.own_layers.norm_and_gate import (
 ADAPTERS, NORMS, GATES = "own adapters", "own norms", "own gates"
 
 
-def compute_layers(model: nn.Module, unpack: Unpack, *, adapters_by_peft: str | None = None) -> None:
-    """Let the kit compute adapters, norms and gates, if a layer allows it. Arguments as in `compute_adapters`."""
+def compute_layers(
+    model: nn.Module, unpack: Unpack, *, adapters_by_peft: str | None = None, mlp_tile_tokens: int | None = None
+) -> None:
+    """Let the kit compute adapters, norms and gates, if a layer allows it, and MLPs in tiles of so many tokens.
+
+    Other arguments as in `compute_adapters`. Raises FinetuneError if there are tiles and no dense MLP.
+    """
     compute_adapters(model, unpack, by_peft=adapters_by_peft)
     compute_norms_and_gates(model)
     share_inputs(model)
+    if mlp_tile_tokens is not None:
+        from finetune.architecture.own_layers.tiled_mlp import tile_mlps
+
+        tile_mlps(model, mlp_tile_tokens)
 
 
 @dataclass(frozen=True)

@@ -261,7 +261,7 @@ def _adapter_now(layer: Any, hidden: Tensor) -> _Adapter | None:
     if getattr(layer, "finetune_adapter", None) is None:
         return None
     name, add_gradient = layer.finetune_adapter
-    dtype = _product_dtype(hidden)
+    dtype = product_dtype(hidden)
     base, down, up = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
     if layer.merged or layer.disable_adapters or layer.active_adapters != [name]:
         return None
@@ -276,7 +276,8 @@ def _adapter_now(layer: Any, hidden: Tensor) -> _Adapter | None:
     return _Adapter(base, add_gradient, down.weight, up.weight, bias, scale, dropped)
 
 
-def _product_dtype(hidden: Tensor) -> torch.dtype:
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """The number format of a product with these inputs: autocast's, or their own."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -305,7 +306,7 @@ def _adapted_products(hidden: Tensor, adapters: Sequence[_Adapter]) -> tuple[Ten
     torch's non-reentrant checkpoint recomputes a layer until all saved tensors are there again, then stops. Nothing is
     saved in step 2, so a layer's last product, a quarter of Llama's forward, is not computed again.
     """
-    dtype = _product_dtype(hidden)
+    dtype = product_dtype(hidden)
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)  # [tokens, inputs]
     scale, dropped = adapters[0].scale, adapters[0].dropped
     downs, ups, biases = [each.down for each in adapters], [each.up for each in adapters], [x.bias for x in adapters]

@@ -199,6 +199,11 @@ def own_gates(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if getattr(module, "finetune_gate", None) is not None]
 
 
+def tiled_mlps(model: nn.Module) -> list[Any]:
+    """The gated MLPs that run in tiles of tokens (tiled_mlp.py)."""
+    return [module for module in model.modules() if hasattr(module, "finetune_tile_tokens")]
+
+
 def librarys_gate(module: Any, gate: Tensor, up: Tensor) -> Tensor:
     """The library's form of `finetune_gate`, as in LlamaMLP."""
     product: Tensor = module.act_fn(gate) * up

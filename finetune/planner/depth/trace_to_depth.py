@@ -53,6 +53,7 @@ class TraceRequest:
     outside_bytes: int  # bytes outside of tensors
     must_fit_bytes: int | None  # stop as soon as more are certain to be needed
     rank: int  # the one that is traced
+    first_batches: Sequence[MicroBatch] | None = None  # in the first step, in place of `batches`
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
     for depth in needed:
         model = with_layers(request.recipe, request.config, depth, folder)
         place: dict[str, Any] = {"ranks": request.ranks, "rank": request.rank, "node": request.node}
+        place["first_batches"] = request.first_batches
         functions[depth] = partial(trace, model, strategy, request.batches, gpu=request.on_gpu, **place)
     changes: list[StorageChange] = []
     with run_in_forks(functions) as traced:

@@ -90,6 +90,7 @@ def trace(
     node: int = 0,
     gpu: bool = False,
     cublas: int = CUBLAS_WORKSPACE_HOPPER,
+    first_batches: Sequence[MicroBatch] | None = None,
 ) -> Traced:
     """The timeline for one of `ranks`: load, two optimizer steps over `batches` each, save.
 
@@ -102,6 +103,7 @@ def trace(
         gpu: Compute on a GPU: the timeline's device is fake_device.py's DEVICE_NAME, and host memory is "cpu".
             Otherwise everything is on the CPU.
         cublas: A cuBLAS workspace's bytes, if `gpu`.
+        first_batches: In the first step, in place of `batches`. Only memory is right then.
     """
     strategy = stand_ins.without_disks(strategy)
     # ZeRO's engine has one number format; its third stage partitions each weight as it is loaded.
@@ -161,8 +163,9 @@ def trace(
             stage_layers = parts.pipeline.own_layers
         recorder.mark((*map(local_shard, model.parameters()), *model.buffers()), "parameters")
 
-        def fake_batches() -> Iterator[MicroBatch]:
-            made = (fake_batch(fake_mode, batch) for batch in batches)
+        def fake_batches(step: int) -> Iterator[MicroBatch]:
+            these = first_batches if step == 0 and first_batches is not None else batches
+            made = (fake_batch(fake_mode, batch) for batch in these)
             # A single CPU process, and DeepSpeed's, computes on the batches that the host holds for the step. Elsewhere
             # they are copied to a device, where one or two are live at a time.
             if strategy.distributed and not strategy.uses_engine and not gpu:
@@ -192,12 +195,12 @@ def trace(
         )
         with recorder.modules(model, decoder_parts(model).get_output_embeddings()):
             parts.model.train()
-            for _ in range(STEPS):
+            for step in range(STEPS):
                 # No name for the batches: they end with their step, before the next step makes its own. Every value
                 # that is read to the host is `units`, so the sum over all ranks is too.
                 optimizer_step(
                     step_parts,
-                    fake_batches(),
+                    fake_batches(step),
                     micro_steps=len(batches),
                     planned_count=units,
                     seed=recipe.training.seed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ MOST_GPUS, MOST_NODES = 1_024, 100_000  # GPUs in one machine; machines
 Dtype = Literal["bfloat16", "float16", "float32"]
 BaseDtype = Literal["auto", "bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
+ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3", "longrope")  # transformers' scalings of rotary positions
 
 
 class Budget(Section):
@@ -41,6 +42,11 @@ class ModelSection(Section):
     attention: Attention = Field(
         "auto",
         description="auto and varlen: document-isolated variable-length attention, by torch's own kernel on a GPU.",
+    )
+    rope_scaling: dict[str, Any] | None = Field(
+        None,
+        description="Rotary positions for rows beyond the base's: {rope_type: yarn, factor: 4.0}. transformers' "
+        "rope_parameters; rope_type: linear, dynamic, yarn, llama3 or longrope. null: the base's own scaling, if any.",
     )
     router_aux_loss_coef: float | None = Field(
         None,
@@ -75,6 +81,20 @@ class ModelSection(Section):
             problem = f"{shown(self.adapter)} has no rows of new tokens"
             remedy = "merge it and name the result in name_or_path, or remove the new tokens"
             mistakes.append(CrossCheck("adapter", problem, remedy))
+        refuse(mistakes)
+        return self
+
+    @model_validator(mode="after")
+    def known_scaling(self) -> ModelSection:
+        """Check kind and factor. model/rope_scaling.py compares the rest with the base."""
+        scaling, mistakes = self.rope_scaling or {"rope_type": "linear", "factor": 1}, []
+        kind, factor = (scaling.get(key, "missing") for key in ("rope_type", "factor"))
+        if kind not in ROPE_TYPES:
+            remedy = f"write one of {', '.join(ROPE_TYPES)}"
+            mistakes.append(CrossCheck("rope_scaling", f"rope_type is {shown(kind)}", remedy))
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < 1e6:
+            remedy = "write wanted over trained positions, 4.0 for example"
+            mistakes.append(CrossCheck("rope_scaling", f"factor is {shown(factor)}", remedy))
         refuse(mistakes)
         return self
 

@@ -97,6 +97,11 @@ class Training(Section):
         description="Hidden states of recomputed layers wait for backward in pinned host memory, for long rows. It "
         "takes 2 bytes x hidden size for each token and layer there, over PCIe twice. auto recomputes all layers then.",
     )
+    mlp_tile_tokens: Count | None = Field(
+        None,
+        description="Each layer's dense MLP runs over so many tokens at a time, and once more in backward, so memory "
+        "holds one tile's wide tensors. 4096 is a good size for rows of 16,384 tokens or more. null: the whole row.",
+    )
     compile: bool | Literal["auto"] = Field(
         "auto",
         description="Decoder layers as fused kernels (torch.compile), and on a GPU pure_bf16's update as one. auto: on "

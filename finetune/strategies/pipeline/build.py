@@ -63,7 +63,7 @@ def staged(
     of = places_of(make_optimizer(unwrapped, recipe)) if recipe.training.pure_bf16 else {}
     places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
     holding, trained = place_stage(unwrapped, decoder, parts, layers, place, device, late)
-    compute_layers(unwrapped, unpacked_weight)
+    compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
     own = range(place.stage, len(layers), place.stages)
     runs = runs_of(decoder, parts, layers, own, accelerator.autocast, dtype or embedded)
     timeout = collective_timeout(recipe)

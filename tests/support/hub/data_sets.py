@@ -83,6 +83,11 @@ def tulu(draw: Draw) -> Row:
     return {"id": identity(draw), "messages": messages(draw, 2), "source": "ai2-adapt-dev/oasst1_converted"}
 
 
+def long_align(draw: Draw) -> Row:
+    turns = messages(draw)
+    return {"messages": turns, "length": sum(len(turn["content"]) for turn in turns)}
+
+
 def alpaca(draw: Draw) -> Row:
     context = text(draw, 5, 12) if draw.random() < 0.4 else ""
     return {"output": text(draw, 40, 90), "input": context, "instruction": text(draw, 5, 12)}
@@ -241,6 +246,7 @@ DATA_SETS = {
     "HuggingFaceH4/no_robots": DataSetPage(9_500, "CC-BY-NC-4.0", {DEFAULT: no_robots}, ("train", "test")),
     "HuggingFaceH4/ultrachat_200k": DataSetPage(207_865, "MIT", {DEFAULT: ultrachat}, ("train_sft", "test_sft")),
     "allenai/tulu-3-sft-mixture": DataSetPage(939_343, "ODC-BY", {DEFAULT: tulu}),
+    "zai-org/LongAlign-10k": DataSetPage(9_888, "Apache-2.0", {DEFAULT: long_align}),
     "yahma/alpaca-cleaned": DataSetPage(51_760, "CC-BY-4.0", {DEFAULT: alpaca}),
     "databricks/databricks-dolly-15k": DataSetPage(15_011, "CC-BY-SA-3.0", {DEFAULT: dolly}),
     "mlabonne/FineTome-100k": DataSetPage(100_000, "see its page", {DEFAULT: finetome}),

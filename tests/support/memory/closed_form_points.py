@@ -46,7 +46,7 @@ def points(count: int) -> list[tuple[Any, ...]]:
     return random.Random(0).sample(every, count)
 
 
-def recipe_of(point: tuple[Any, ...]) -> tuple[Recipe, Gpus]:
+def recipe_of(point: tuple[Any, ...], tile: int | None = None) -> tuple[Recipe, Gpus]:
     model, method, (strategy, gpus, nodes), length, rows, every = point
     four_bit = Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16") if method == "qlora" else None
     recipe = Recipe(
@@ -61,6 +61,7 @@ def recipe_of(point: tuple[Any, ...]) -> tuple[Recipe, Gpus]:
             mixed_precision="bf16",  # not auto, which asks this machine's processor
             pure_bf16=method.endswith("pure"),
             activation_checkpointing=every,
+            mlp_tile_tokens=tile,
         ),
     )
     return recipe, parse_gpus(gpus, nodes)
@@ -71,8 +72,8 @@ def key_of(point: tuple[Any, ...]) -> str:
     return f"{model} {method} {strategy} {nodes}x{gpus} {rows}x{length} checkpointing={every}"
 
 
-def traced(point: tuple[Any, ...], *, keeps_gradients: bool = False) -> dict[str, Any]:
-    recipe, gpus = recipe_of(point)
+def traced(point: tuple[Any, ...], *, keeps_gradients: bool = False, tile: int | None = None) -> dict[str, Any]:
+    recipe, gpus = recipe_of(point, tile)
     begun = time.perf_counter()
     planned = plan_recipe(recipe, gpus, keeps_gradients=keeps_gradients)
     return {
@@ -84,8 +85,8 @@ def traced(point: tuple[Any, ...], *, keeps_gradients: bool = False) -> dict[str
     }
 
 
-def closed(point: tuple[Any, ...], *, keeps_gradients: bool = False) -> dict[str, Any]:
-    recipe, gpus = recipe_of(point)
+def closed(point: tuple[Any, ...], *, keeps_gradients: bool = False, tile: int | None = None) -> dict[str, Any]:
+    recipe, gpus = recipe_of(point, tile)
     config = full_config(recipe.model.name_or_path)[0]
     begun = time.perf_counter()
     found = estimate(recipe, config, gpus, keeps_gradients=keeps_gradients)

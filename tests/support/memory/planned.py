@@ -75,12 +75,13 @@ class Case:
     optim: str = "adamw"
     one_width: bool = False  # of all micro-batches, as the stages of a pipeline have them
     offloads: bool = False  # hidden states to host memory, of longer rows
+    tile: int | None = None  # tokens of an MLP's tile
 
     def __str__(self) -> str:
         rest = "packed" * self.packed or "padded", "tied" * self.tied or "untied", self.micro_steps
         words = (self.method, self.precision, self.checkpointing, *rest)
-        words = words if self.optim == "adamw" else (*words, self.optim)
-        return "-".join(map(str, (*words, "offloads") if self.offloads else words))
+        others = (self.optim,) * (self.optim != "adamw") + (f"tiles of {self.tile}",) * (self.tile is not None)
+        return "-".join(map(str, (*words, *others, *("offloads",) * self.offloads)))
 
     def recipe(self, folder: Path) -> Recipe:
         return Recipe(
@@ -95,6 +96,7 @@ class Case:
                 optim=self.optim,  # type: ignore[arg-type]
                 activation_checkpointing=self.checkpointing or False,
                 activation_offloading=self.offloads,
+                mlp_tile_tokens=self.tile,
                 **PRECISIONS[self.precision],
             ),
             output_dir=str(folder / "runs" / f"{self}-{os.environ.get('WORLD_SIZE', 1)}"),
