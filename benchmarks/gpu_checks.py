@@ -568,7 +568,9 @@ def model(recipe_path: str, folder: Path, changes: Sequence[str], *, shrunken: b
     tokenizer = train_tokenizer(sample_texts(recipe.data))
     config, _ = full_config(name, recipe.model.revision)
     config |= {"bos_token_id": None, **END_TOKENS}  # the tokenizer's own
-    config |= {"num_hidden_layers": layers for model, layers in LAYERS.items() if model in name}
+    for made_smaller, count in LAYERS.items():
+        if made_smaller in name:
+            config["num_hidden_layers"] = count
     with torch.device("cuda"):
         whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
     half_made = folder.with_name(f"{folder.name}-half-made")  # it has its name when it is whole
