@@ -29,6 +29,7 @@ def test_no_more_kernels_and_bytes_than_there_were(method: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled", "ignore:.*should not be instantiated")  # of torch
 def test_a_compiled_layer_with_adapters_has_few_products() -> None:
     """93 kernels with 41 products. Layer by layer it has 105 with 56."""
     found = compiled_step("lora", tokens=128, head_dim=64, **SMALL)

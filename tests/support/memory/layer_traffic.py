@@ -171,9 +171,7 @@ def _one_layer(method: str, recomputed: bool, shape: Mapping[str, Any]) -> tuple
 def _kind(node: Any) -> str | None:
     """Of a node of inductor's schedule: product, attention or fused; None: it launches nothing."""
     name = type(node).__name__
-    origins = {origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()}
-    operations = {str(getattr(each.target, "__name__", each.target)) for each in origins}
-    if name.startswith("Nop") or operations == {"empty.memory_format"}:
+    if name.startswith("Nop"):
         return None
     if not name.startswith("Extern"):
         return "fused"
