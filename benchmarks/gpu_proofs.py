@@ -151,8 +151,6 @@ def plan_proofs(machine: ProofMachine) -> list[Proof]:
     proofs += [
         Proof("offload", "curve", "weights and optimizer state in host memory (fsdp2_offload on one GPU)", "reference",
               HALF_BOUNDS, flat | half, "fsdp2_offload"),
-        Proof("fsdp2 alone", "curve", "fsdp2 as a single rank: its collectives over NCCL", "reference", FLOAT32_BOUNDS,
-              flat, "fsdp2"),
         Proof("offload resume", "resume", f"the same, {again}: in host memory again", "offload", RESUMED_BOUNDS,
               strategy="fsdp2_offload"),
     ]  # fmt: skip

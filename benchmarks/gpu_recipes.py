@@ -56,7 +56,7 @@ POLL_SECONDS = 0.2
 PLAN_SECONDS = 120  # at most, for the plan of a training that has ended
 OUT_OF_TIME = "not finished in time"
 OF_THE_RECEIPT = (
-    *("attention", "change", "compiled", "dtypes", "flash_kernel", "guard", "optimizer_update", "probe"),
+    *("attention", "change", "compiled", "dtypes", "flash_kernel", "guard", "loss_kernel", "optimizer_update", "probe"),
     *("recomputation", "reference", "worst_step_first"),
 )
 

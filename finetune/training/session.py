@@ -370,6 +370,13 @@ def build(opened: Session) -> Built:
     kernel = choose_flash_kernel(recipe, accelerator.device, getattr(torch, computes))
     receipt.add("flash_kernel", kernel.facts())
     log(str(kernel))
+    if accelerator.device.type == "cuda" and recipe.training.compile is not False and computes != "float32":
+        from finetune.architecture.compiled.loss_kernel import use_loss_kernel
+
+        words = decoder.config.get_text_config().vocab_size
+        with deterministic_algorithms(recipe.training.deterministic, accelerator.device):
+            facts = use_loss_kernel(recipe, words, accelerator.device, getattr(torch, computes))
+        receipt.add("loss_kernel", facts)
     if hasattr(unwrap_optimizer(assembled.optimizer), "update_range"):  # an optimizer of the kit's own
         from finetune.model.optimizers.fused_update import choose_update
 
