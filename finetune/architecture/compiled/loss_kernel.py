@@ -22,7 +22,7 @@ from finetune.trial_limit import limited
 from finetune.wording import error_in_one_line
 
 # By default inductor keeps what several others read in memory: float32 logits, 262 MB a chunk.
-IN_ONE_KERNEL = {"realize_opcount_threshold": 1 << 20, "realize_reads_threshold": 1 << 20}
+NOTHING_KEPT = {"realize_opcount_threshold": 1 << 20, "realize_reads_threshold": 1 << 20}
 TRIAL_ROWS = 32
 
 
@@ -45,7 +45,7 @@ def loss_and_slope(product: Tensor, target: Tensor, inner: float) -> Tensor:
 
 def compiled_loss(backend: Any = "inductor") -> Any:
     """`loss_and_slope` compiled, one graph for any number of tokens from two on."""
-    options: Any = IN_ONE_KERNEL if backend == "inductor" else None
+    options: Any = NOTHING_KEPT if backend == "inductor" else None
     compiled = torch.compile(loss_and_slope, backend=backend, fullgraph=True, options=options)
 
     def compute(product: Tensor, target: Tensor, inner: float) -> Tensor:
