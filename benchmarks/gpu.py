@@ -23,6 +23,7 @@ RECIPE:profile           two steps under torch.profiler: classes of kernels, the
 RECIPE:rows=N            with training.per_device_batch_size=N
 RECIPE:auto              rows and recomputation as the card has room for
 RECIPE:fp8               with model.load_in_fp8=true
+RECIPE:fa4               with model.flash_attention=FA4
 RECIPE:again             started twice: what the second start finds of the first one's caches
 
 Writes gpu.json and gpu.md, that shows it, into DIR (benchmarks/results) after each check and each recipe, as soon as

@@ -41,6 +41,7 @@ EAGER = ":eager"  # after a recipe's name: the same with training.compile=false
 SETTINGS = {
     "auto": ("training.per_device_batch_size=auto", "training.activation_checkpointing=auto"),
     "fp8": ("model.load_in_fp8=true",),
+    "fa4": ("model.flash_attention=FA4",),  # where flash-attn-4 is installed
 }
 PROFILE, AGAIN = ":profile", ":again"  # two steps under torch.profiler; a second start with the first one's caches
 DPO, DPO_RECIPE = "dpo", "llama3_8b_lora_1x80gb"
@@ -88,8 +89,8 @@ class Way:
 
 
 def find_way(name: str) -> Way | None:
-    """The way that a step's name says: RECIPE or `dpo`, then any of :eager, :auto, :fp8, :profile, :again and :rows=N.
-    None: no such recipe or ending. Raises RecipeError where the recipe refuses N."""
+    """The way that a step's name says: RECIPE or `dpo`, then any of :eager, :auto, :fp8, :fa4, :profile, :again and
+    :rows=N. None: no such recipe or ending. Raises RecipeError where the recipe refuses N."""
     first, *endings = name.split(":")
     path = recipes().get(DPO_RECIPE if first == DPO else first)
     if path is None or len(set(endings)) < len(endings):

@@ -112,6 +112,7 @@ def test_the_parent_of_all_imports_no_torch() -> None:
         (f"{LORA}:rows=2", ("training.per_device_batch_size=2",), False, False),
         (f"{LORA}:eager:profile", ("training.compile=false",), True, False),
         (f"{LORA}:fp8", ("model.load_in_fp8=true",), False, False),
+        (f"{LORA}:fa4", ("model.flash_attention=FA4",), False, False),
         (f"{LORA}:auto:fp8", (*gpu_recipes.SETTINGS["auto"], "model.load_in_fp8=true"), False, False),
         ("dpo:eager", (*gpu_recipes.DPO_CHANGES, "training.compile=false"), False, False),
     ],
