@@ -1,17 +1,19 @@
 """The first minutes with a GPU: its environment, recipes for one GPU, layers and proofs, the most telling first.
 
     python benchmarks/gpu.py --minutes 9 --out DIR      (what does not fit into the minutes is not run)
+    python benchmarks/gpu.py --call 3 --out DIR         (one of CALLS, below: each fits into nine minutes)
     python benchmarks/gpu.py STEP ...                   (some of the steps below)
     python benchmarks/gpu.py --shrunken --out DIR       (without a GPU: tries this script itself on small models)
 
-environment  versions, imports, the card, the rates of products and copies
-optimizer    a billion bfloat16 weights: RoundedAdamW's update as one kernel beside the update as written
+environment  versions, imports, the card, rates of products and copies, bytes of the context (total - free - reserved)
+optimizer    a billion bfloat16 weights: RoundedAdamW's update as one kernel beside the update as written; adamw_8bit's
 layers       two layers of 8B's width: loss and gradients beside the library's, eager and compiled
 operator     attention that no flash kernel computes, inside compiled layers: Gemma 4, Gemma 2, Llama in float32
 proofs       small trainings beside the CPU's curve, on one GPU and on all of them (gpu_proofs.py)
-generate     a random 8B answers 64 prompts: batches of three sizes, adapters merged or not, transformers' own batches
+generate     a random 8B answers 64 prompts: batches of three sizes, adapters merged or not, transformers' own batches;
+             1,000 prompts as `eval` answers them
 peer         transformers, peft and Liger on the rows of 8B LoRA
-two_ranks    two ranks on this card over gloo: which collectives work, DDP, FSDP2
+two_ranks    two ranks on this card over gloo: which collectives work, DDP, FSDP2; FSDP2 as one rank over NCCL
 RECIPE       Llama 3.2 1B or 3.1 8B with random weights of that shape, a few steps as the recipe stands, on rows drawn
              here that fill `max_length`: tokens a second, memory of each phase against the plan. Adapters are saved and
              exported; a full training is ended when its speed is known, before its checkpoint of 48 GB.
@@ -21,6 +23,7 @@ RECIPE:profile           two steps under torch.profiler: classes of kernels, the
 RECIPE:rows=N            with training.per_device_batch_size=N
 RECIPE:auto              rows and recomputation as the card has room for
 RECIPE:fp8               with model.load_in_fp8=true
+RECIPE:fa4               with model.flash_attention=FA4
 RECIPE:again             started twice: what the second start finds of the first one's caches
 
 Writes gpu.json and gpu.md, that shows it, into DIR (benchmarks/results) after each check and each recipe, as soon as
@@ -70,11 +73,23 @@ from finetune.preflight import ended_by_signals
 
 # Seconds of each on an H200 with 16 cores. Measured: the environment 19 and 27; layers 150, when there was one more to
 # compile, in 30. Of the proofs nine had ended after 46, and float32, which is compiled, had not after 225. The
-# optimizer's are a guess: 20 to import and compile, 2 for 20 updates, the rest to draw and to copy.
-CHECKS = {"environment": 30.0, "optimizer": 45.0, "layers": 120.0, "proofs": 300.0}
-# Guesses. operator: three cases of at most 60. generate: 30 to make the model, 60 to answer. peer: 30 to start, two
-# ways of 30. two_ranks: four starts of 20.
-CHECKS |= {"operator": 120.0, "generate": 90.0, "peer": 100.0, "two_ranks": 90.0}
+# optimizer's are a guess: 20 to import and compile, 2 for 20 updates, the rest to draw and to copy, and half as much
+# again for one-byte moments.
+CHECKS = {"environment": 30.0, "optimizer": 65.0, "layers": 120.0, "proofs": 300.0}
+# Guesses. operator: three cases of 40. generate: 30 to make the model, 60 and 45 to answer. peer: 30 to start, two
+# ways of 30. two_ranks: five starts of 20.
+CHECKS |= {"operator": 120.0, "generate": 135.0, "peer": 100.0, "two_ranks": 110.0}
+# A GPU that is lent for ten minutes at a time: what to run in each of them, with what it shows.
+CALLS = {
+    1: ("llama3_1b_lora_1x8gb:auto", "llama3_8b_lora_1x80gb", "llama3_8b_lora_1x80gb:fp8"),  # three speeds
+    2: ("llama3_8b_full_1x80gb", "llama3_8b_lora_1x80gb:profile"),  # a fourth, and where the time goes
+    3: ("operator", "optimizer", "layers", "llama3_qlora"),  # no kernel hangs; one-byte moments; bitsandbytes' share
+    4: ("dpo", "dpo:eager", "generate", "two_ranks"),  # references compiled; answers; collectives, FSDP2 over NCCL
+    5: ("proofs",),  # the CPU's curves, resumes bitwise
+    6: ("llama3_8b_lora_1x80gb:again", "peer"),  # a second start; another trainer on the same rows
+    7: ("qwen3_30b_a3b_qlora_1x24gb",),  # experts in 4 bits
+    8: ("llama3_8b_qlora_32k_1x24gb",),  # hidden states in host memory
+}
 # The most telling first; nine minutes reach the two of 8B. A recipe that is not named here comes after these.
 FIRST = (
     "environment",
@@ -92,6 +107,7 @@ FIRST = (
     "peer",
     "two_ranks",
 )
+CALL_MINUTES = 9.0
 PATIENCE, PATIENCE_ON_CPU = 3.0, 30.0  # times its estimate, after which a step is taken to hang
 MOST_LOGS, MOST_LOG_BYTES = 4, 1 << 20
 NOT_RUN = 3  # exit code
@@ -179,7 +195,9 @@ class Session:
         check = CHECKS.get(name)
         way = None if check is not None else find_way(name)
         why, needed = None, check or 0.0
-        if way is not None:
+        if way is None and check is None:
+            why = f"there is no recipe {name} in this checkout"
+        elif way is not None:
             recipe = way.recipe
             if self.machine is None:
                 why = "the machine is not known, since its environment failed"
@@ -365,6 +383,7 @@ def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:
 def main(words: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="STEP")
+    parser.add_argument("--call", type=int, choices=CALLS, help="the steps of one of CALLS, in nine minutes")
     parser.add_argument("--minutes", type=float, help="begin no step that would end after these")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write; benchmarks/results")
     parser.add_argument("--shrunken", action="store_true", help="small models on the CPU; writes into --out alone")
@@ -374,6 +393,9 @@ def main(words: Sequence[str] | None = None, clock: Callable[[], float] = time.m
             parser.error(f"no such step, and no recipe for one GPU and {' or '.join(MODELS)}: {', '.join(unknown)}")
     except RecipeError as error:
         parser.error(f"a step's rows: {error}")
+    if asked.call is not None:
+        asked.steps = [*CALLS[asked.call], *asked.steps]
+        asked.minutes = asked.minutes or (None if asked.shrunken else CALL_MINUTES)
     began = clock()
     folder = asked.out or (None if asked.shrunken else ROOT / "benchmarks" / "results")
     if folder is not None:

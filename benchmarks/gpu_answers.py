@@ -1,4 +1,5 @@
-"""How fast a random 8B answers: batches of three sizes, adapters beside the base and merged, transformers' own batches.
+"""How fast a random 8B answers: batches of three sizes, adapters beside the base and merged, transformers' own batches,
+and 1,000 prompts by the code that `finetune eval` answers with.
 
 A part of gpu.py. Every prompt gets the same number of new tokens, because no token ends an answer.
 """
@@ -16,16 +17,21 @@ MODEL = "meta-llama/Llama-3.1-8B"
 PROMPTS, SHORTEST, LONGEST, NEW = 64, 60, 400, 64  # tokens
 BATCH_TOKENS = (2_048, 16_384, 65_536)
 ADAPTER_BATCH = 16_384  # tokens
+EVALUATED, EVALUATED_NEW = 1_000, 256  # prompts of an evaluation, and tokens of each answer
 
 
 def generate(lines: Lines, *, shrunken: bool) -> None:
-    """Tokens a second of greedy answers to 64 prompts."""
+    """Tokens a second of greedy answers."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     from finetune.model.generate import left_padded, prompt_batches
     from finetune.model.known_configs import full_config
+    from finetune.preflight import BUILT_IN, train_tokenizer
+    from finetune.scoring.metrics import Scored
+    from finetune.tokens.encoder import SamplePrompt
+    from finetune.training.scored_answers import Answering, ScoredSet, generated_answers
 
     device = torch.device("cpu" if shrunken else "cuda")
     count, shortest, longest, new = (6, 5, 20, 4) if shrunken else (PROMPTS, SHORTEST, LONGEST, NEW)
@@ -36,9 +42,12 @@ def generate(lines: Lines, *, shrunken: bool) -> None:
         config |= {"num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16}
     config |= {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
     draw = random.Random(0)
-    prompts = [
-        [draw.randrange(3, config["vocab_size"]) for _ in range(draw.randint(shortest, longest))] for _ in range(count)
-    ]
+
+    def drawn(rows: int) -> list[list[int]]:
+        lengths = [draw.randint(shortest, longest) for _ in range(rows)]
+        return [[draw.randrange(3, config["vocab_size"]) for _ in range(length)] for length in lengths]
+
+    prompts = drawn(count)
     torch.manual_seed(0)
     with torch.device(device):
         dtype = torch.float32 if shrunken else torch.bfloat16
@@ -71,12 +80,40 @@ def generate(lines: Lines, *, shrunken: bool) -> None:
         if steps:
             found["seen"] += f", {steps:,} decode steps of {1e3 * took / steps:.1f} ms"
 
+    def as_eval_answers(model: Any, rows: int, new: int, found: dict[str, Any]) -> None:
+        """The kit's batches, sized by free memory, in rounds after which ended rows leave."""
+        tokenizer: Any = train_tokenizer(BUILT_IN)
+        tokenizer.eos_token = None  # nothing ends an answer
+        asked = [SamplePrompt(ids, "", None) for ids in drawn(rows)]
+        steps = 0
+
+        def show(_: str) -> None:
+            nonlocal steps
+            steps += 1
+
+        began = seconds()
+        answers = generated_answers(
+            model,
+            tokenizer,
+            ScoredSet("prompts", asked, [Scored("", "")] * rows, [], new),
+            Answering(True, device),
+            show,
+            lambda line: found.update(told=line),
+        )
+        told(found, seconds() - began, sum(len(each.tokens) for each in answers), steps)
+        found["seen"] += "; " + found["told"] if "told" in found else ""
+        if any(len(each.tokens) != new for each in answers):
+            found["state"] = "failed"
+
     with lines.check("once, for warmth") as found:
         model.generation_config = settings
         model.generate(**left_padded(prompts[:1], device))
     for most in sizes:
         with lines.check(f"base, batches of {most:,} tokens") as found:
             answers(model, most, found)
+    rows, length = (12, 140) if shrunken else (EVALUATED, EVALUATED_NEW)
+    with lines.check(f"base, {rows:,} answers of {length} tokens as eval computes them") as found:
+        as_eval_answers(model, rows, length, found)
     with lines.check("base, generate_batch of transformers") as found:
         began = seconds()
         own = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64) if shrunken else None

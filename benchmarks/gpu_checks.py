@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 from benchmarks.gpu_answers import generate
 from benchmarks.gpu_peer import peer
 from benchmarks.gpu_proofs import ProofBench, ProofMachine, find_gpus, plan_proofs, write_proof_recipe
-from benchmarks.gpu_recipes import OUT_OF_TIME, last_line, run_checks
+from benchmarks.gpu_recipes import LAYERS, OUT_OF_TIME, last_line, run_checks
 from benchmarks.gpu_two_ranks import two_ranks
 
 PACKAGES = tuple(
@@ -97,6 +97,13 @@ def environment(lines: Lines, *, shrunken: bool) -> None:
         with lines.check("rates") as found:
             found["rates"] = _rates()
             found["seen"] = ", ".join(f"{key} {value}" for key, value in found["rates"].items())
+        with lines.check("outside of the allocator") as found:
+            import torch
+
+            from finetune.measure.out_of_memory import memory_of
+
+            found["bytes"] = memory_of(torch.device("cuda")).others
+            found["seen"] = f"{found['bytes'] / 1e9:.3f} GB: CUDA's context and cuBLAS, and other programs' memory"
 
 
 def _version(package: str) -> str | None:
@@ -364,7 +371,8 @@ def operator_case(lines: Lines, case: str, *, shrunken: bool) -> None:
 
 def optimizer(lines: Lines, *, shrunken: bool) -> None:
     """RoundedAdamW's update as one kernel beside the update as written, on a billion bfloat16 weights: results, seconds
-    a step, memory beside weights and state, graphs. Then pieces of a weight, which must be bitwise the whole."""
+    a step, memory beside weights and state, graphs. Then pieces of a weight, which must be bitwise the whole. Last
+    adamw_8bit's update over shards, on as many weights."""
     import torch
 
     from finetune.model.optimizers.fused_update import FusedUpdate, compare_updates, compiled_update
@@ -407,6 +415,46 @@ def optimizer(lines: Lines, *, shrunken: bool) -> None:
         found["graphs"], found["seen"] = graphs, f"{graphs}, of all of these weights and pieces"
         if graphs != 1:
             found["state"] = "failed"
+    for dtype in (torch.bfloat16, torch.float32):
+        with lines.check(f"adamw_8bit over shards, {dtype}".replace("torch.", "")) as found:
+            _blockwise_steps(dtype, shape, count, device, found, shrunken=shrunken)
+        if not shrunken:
+            torch.cuda.empty_cache()
+
+
+def _blockwise_steps(
+    dtype: Any, shape: Sequence[int], count: int, device: Any, found: dict[str, Any], *, shrunken: bool
+) -> None:
+    """BlockwiseAdamW's update as one kernel: compared as a training compares it, then timed on `count` weights."""
+    import torch
+    from torch import nn
+
+    from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW
+    from finetune.model.optimizers.fused_update import FusedBlocks, compare_updates, compiled_blocks
+
+    update = FusedBlocks(compiled_blocks("aot_eager" if shrunken else "inductor"))
+    shape = (64, 256) if shrunken else shape
+    weights = [nn.Parameter(torch.randn(shape, device=device, dtype=dtype)) for _ in range(count)]
+    optimizer = BlockwiseAdamW(weights, seed=1, in_float32=(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    (block,) = optimizer.block_lengths or {0}
+    others = compare_updates(update, dtype, device, block)
+    found["figures"] = {"block": block, "rounded_otherwise": others}
+    found["seen"] = f"blocks of {block}, {others:.2%} of the elements are rounded to the other neighbour"
+    optimizer.update_blocks = update
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    if shrunken:
+        return
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    took, beside = milliseconds(optimizer.step, times=5), torch.cuda.max_memory_allocated() - before
+    # Weight, gradient and weight again, two moments of a byte read and written.
+    nbytes = (3 * dtype.itemsize + 4) * count * math.prod(shape)
+    found["figures"] |= {"milliseconds": took, "bytes_beside": beside}
+    found["seen"] += f"; {took:.1f} ms a step, {nbytes / took / 1e9:.2f} TB/s; {beside / 2**20:.1f} MiB"
+    if beside > 1 << 20:
+        found["state"] = "failed"
 
 
 def _rounded_steps(update: Any, shape: Sequence[int], count: int, device: Any, found: dict[str, Any]) -> list[Any]:
@@ -520,6 +568,9 @@ def model(recipe_path: str, folder: Path, changes: Sequence[str], *, shrunken: b
     tokenizer = train_tokenizer(sample_texts(recipe.data))
     config, _ = full_config(name, recipe.model.revision)
     config |= {"bos_token_id": None, **END_TOKENS}  # the tokenizer's own
+    for made_smaller, count in LAYERS.items():
+        if made_smaller in name:
+            config["num_hidden_layers"] = count
     with torch.device("cuda"):
         whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
     half_made = folder.with_name(f"{folder.name}-half-made")  # it has its name when it is whole

@@ -1,9 +1,11 @@
-"""Two ranks on one card over gloo: which collectives take tensors on the GPU, then DDP and FSDP2 beside one rank.
+"""Two ranks on one card over gloo: which collectives take tensors on the GPU, then DDP and FSDP2 beside one rank. Last
+FSDP2 as a single rank over NCCL, which refuses two ranks on one card.
 
-A part of gpu.py, and the only way to run the sharded code on a single GPU: NCCL refuses two ranks on one.
+A part of gpu.py, and the only way to run the sharded code on a single GPU.
 
     python benchmarks/gpu_two_ranks.py collectives DEVICE OUT.json       (a rank, under torchrun)
-    python benchmarks/gpu_two_ranks.py train RECIPE [key=value ...]      (a rank of the kit's own training)
+    python benchmarks/gpu_two_ranks.py gloo RECIPE [key=value ...]       (a rank of the kit's own training)
+    python benchmarks/gpu_two_ranks.py alone RECIPE [key=value ...]      (its only rank)
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ LOSS_BOUND, NORM_BOUND = 1e-4, 1e-3  # relative, in float32: FLOAT32_BOUNDS of g
 
 
 def two_ranks(lines: Lines, *, shrunken: bool) -> None:
-    """The record of collectives, then a tiny Llama by one rank, by DDP and by FSDP2: the same curve."""
+    """The record of collectives, then a tiny Llama by one rank, by DDP and by FSDP2, as two ranks and as one: the same
+    curve."""
     device, limit = ("cpu", SECONDS_ON_CPU) if shrunken else ("cuda", SECONDS)
     with tempfile.TemporaryDirectory(prefix="finetune-ranks-") as name:
         folder = Path(name)
@@ -47,15 +50,21 @@ def two_ranks(lines: Lines, *, shrunken: bool) -> None:
                 "; ".join(f"{each}: {why}" for each, why in fails.items()) or "none fails"
             )
         recipe = str(_proof_recipe(folder))
-        curves: dict[str, list[dict[str, Any]]] = {}
-        for strategy, ranks in (("single", 1), ("ddp", 2), ("fsdp2", 2)):
+        curves: list[list[dict[str, Any]]] = []
+        for kind, strategy, ranks in (
+            ("alone", "single", 1),
+            ("gloo", "ddp", 2),
+            ("gloo", "fsdp2", 2),
+            ("alone", "fsdp2", 1),
+        ):
             with lines.check(f"{strategy}, {ranks} rank{'s' * (ranks > 1)}") as found:
-                run = folder / strategy
+                run = folder / f"{kind}-{strategy}"
                 budget = f"budget={json.dumps({'gpus': 0 if shrunken else 1, 'gpu_memory_gb': 80})}"
-                words = ["train", recipe, f"accelerate_config={strategy}", f"output_dir={run}", budget]
+                words = [kind, recipe, f"accelerate_config={strategy}", f"output_dir={run}", budget]
                 _launch(ranks, words, folder, limit, shrunken=shrunken)
-                curves[strategy] = [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"]
-                _judge(found, curves[strategy], curves.get("single", []))
+                curve = [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"]
+                curves.append(curve)
+                _judge(found, curve, curves[0])
 
 
 def _proof_recipe(folder: Path) -> Path:
@@ -81,7 +90,7 @@ def _launch(ranks: int, words: Sequence[str], folder: Path, limit: float, *, shr
     cpu = {"ACCELERATE_USE_CPU": "true"} if shrunken else {}
     environment = environment_for_child(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", FINETUNE_CACHE=str(folder / "cache"))
     launcher = [sys.executable]
-    if ranks > 1:
+    if "accelerate_config=single" not in words:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with running([*launcher, str(Path(__file__)), *words], environment | cpu, log) as process:
         ends = time.monotonic() + limit
@@ -191,11 +200,16 @@ def collectives(device_type: str, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def train(words: Sequence[str]) -> int:
-    """The kit's training as this rank. It would refuse two ranks on one GPU, and Accelerate would take NCCL."""
+def train(words: Sequence[str], *, alone: bool) -> int:
+    """The kit's training as this rank. It would refuse FSDP2 with one rank. It would refuse two ranks on one GPU, and
+    Accelerate would take NCCL."""
     import finetune.train as trainer
 
-    if os.environ.get("ACCELERATE_USE_CPU") != "true":
+    if alone:
+        from finetune.strategies import accelerator as built
+
+        built._right_number_of_processes = lambda *_: None
+    elif os.environ.get("ACCELERATE_USE_CPU") != "true":
         from accelerate import InitProcessGroupKwargs
 
         from finetune.strategies import accelerator, gpu_needs
@@ -210,4 +224,4 @@ if __name__ == "__main__":
     if kind == "collectives":
         collectives(rest[0], Path(rest[1]))
     else:
-        sys.exit(train(rest))
+        sys.exit(train(rest, alone=kind == "alone"))

@@ -1,4 +1,5 @@
 """Print what one decoder layer of Llama 3.1 8B launches and moves in a training step: kernels, products, other bytes.
+Last its loss and slope, a chunk of tokens at a time.
 
 python benchmarks/layer_traffic.py      (three minutes on two cores, no GPU)
 
@@ -14,7 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
-from tests.support.memory.layer_traffic import METHODS, TOKENS, compiled_step, layer_step
+from tests.support.memory.layer_traffic import METHODS, TOKENS, compiled_step, layer_step, loss_step
+
+VOCABULARY, ROWS = 128_256, 64  # of Llama 3, and tokens of a chunk
 
 
 def main() -> int:
@@ -28,6 +31,10 @@ def main() -> int:
         for recomputed in (False, True):
             if method != "qlora":
                 show(f"{method}, compiled", recomputed, compiled_step(method, recomputed=recomputed))
+    for one_kernel in (False, True):
+        row = loss_step(one_kernel=one_kernel, vocabulary=VOCABULARY, rows=ROWS)
+        name = f"loss of {VOCABULARY:,} words, {'one kernel' if one_kernel else 'as written'}"
+        print(f"{name:38}{row['kernels']:>10}{row['bytes'] // ROWS:>21,}", flush=True)
     return 0
 
 

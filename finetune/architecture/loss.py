@@ -8,7 +8,7 @@ states and the head. So no logits outlive their chunk, and nothing is recomputed
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -30,6 +30,10 @@ BLOCKS = (256, 192, 128, 64)  # columns; the vocabularies of models are multiple
 # Tokens for which a trained head's float32 gradient is read and written once, at most. By arithmetic an H100 reads and
 # writes Llama 3 8B's 2.1 GB in 1.4 ms. The product takes it 0.7 ms for 512 tokens, 2.8 ms for 2,048.
 GRADIENT_TOKENS = 2048
+# Device type -> what computes a chunk's losses, whose slopes overwrite the product (compiled/loss_kernel.py). Rows of
+# 16-bit logits are then multiples of 16 bytes. Empty: all is computed as written.
+ONE_KERNEL: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {}
+ALIGNED = 8  # words
 
 
 @dataclass(frozen=True)
@@ -466,6 +470,26 @@ def _add_product(total: Tensor, slope: Tensor, part: Tensor) -> None:
 
 
 def _loss_and_slope(
+    product: Tensor,
+    room: Tensor | None,
+    target: Tensor,
+    transform: LogitTransform,
+    *,
+    all_learned: bool,
+    learn: bool,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `loss_and_slope_as_written`, by one kernel where there is one that computes it."""
+    kernel, (tokens, words) = ONE_KERNEL.get(product.device.type), product.shape
+    plain = all_learned and learn and scale is None and transform.outer is None
+    # torch.compile would make a graph of its own for one token.
+    if kernel is None or room is None or not plain or tokens < 2 or words % ALIGNED:
+        options = {"all_learned": all_learned, "learn": learn}
+        return loss_and_slope_as_written(product, room, target, transform, scale=scale, **options)
+    return kernel(product, target, transform.inner), product
+
+
+def loss_and_slope_as_written(
     product: Tensor,
     room: Tensor | None,
     target: Tensor,

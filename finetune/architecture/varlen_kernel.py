@@ -35,6 +35,16 @@ def fits_flash(head_dim: int, value_dim: int) -> bool:
     return max(head_dim, value_dim) <= FLASH_HEAD
 
 
+def largest_setting(config: Any, *names: str) -> int | None:
+    """The largest of a configuration's settings with these names, over all layers; None if it has none.
+
+    Gemma 4's `head_dim` is 256 or 512, by layer. transformers 5.24 raises an error for the attribute.
+    """
+    settings = config.to_dict()
+    layers = [settings, *(settings.get("per_layer_config") or {}).values()]
+    return max((value for each in layers for name in names if isinstance(value := each.get(name), int)), default=None)
+
+
 def kernel_width(head_dim: int) -> int:
     """The kernel's head width for heads of this width: 12 becomes 16, and 200 becomes 232."""
     width = -(-head_dim // HEAD_MULTIPLE) * HEAD_MULTIPLE

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from finetune.architecture.attention import use_librarys
+from finetune.architecture.varlen_kernel import largest_setting
 from finetune.model.build import decoder_parts
 
 # Tokens of one batch, padding included, at least and at most: 256 MiB and 16 GiB of keys and values in the cache of
@@ -217,8 +218,7 @@ def activation_bytes(model: nn.Module) -> int:
 
 def _largest(config: Any, default: int, *names: str) -> int:
     """The largest of the configuration's settings with these names; `default` if it has none."""
-    found = [value for name in names if isinstance(value := getattr(config, name, None), int)]
-    return max(found, default=default) or default
+    return largest_setting(config, *names) or default
 
 
 def _element_size(model: nn.Module) -> int:

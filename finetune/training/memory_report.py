@@ -59,6 +59,8 @@ def memory_facts(request: PlanRequest, phases: Mapping[str, Phase], device: torc
             },
             "process_peak_bytes": peak_bytes(device),
             "reserved_bytes": peak_reserved(device) if on_gpu else None,
+            # CUDA's context, NCCL and other programs: of which a plan counts the first two.
+            "outside_bytes": memory_of(device).others if on_gpu else None,
         },
     }
 

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune.architecture.compiled.layers import CompiledLayers, compile_as_asked
-from finetune.architecture.flash_kernels import choose_flash_kernel
+from finetune.architecture.flash_kernels import choose_flash_kernel, widest_head
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder, read_sealed, write_sealed
 from finetune.launch.cpu_memory import give_back_freed_memory
@@ -154,7 +154,8 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
     unwrapped, device = assembled.unwrapped_model, accelerator.device
     decoder = decoder_parts(unwrapped)
     compiled = compile_as_asked(other, start.strategy, decoder, device, terminal.log)
-    kernel = choose_flash_kernel(other, device, COMPUTE[recipe.training.mixed_precision] or decoder.dtype)
+    dtype = COMPUTE[recipe.training.mixed_precision] or decoder.dtype
+    kernel = choose_flash_kernel(other, device, dtype, widest_head(decoder.config))
     with deterministic_algorithms(recipe.training.deterministic, device):
         # It takes no training step, so its layers are compiled without gradients alone.
         uncompiled = CompiledLayers(required=False, log=terminal.log, stopped="a reference trains nothing")

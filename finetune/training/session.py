@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 
 from finetune.architecture.compiled.layers import CompiledLayers, compile_as_asked
-from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel
+from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel, widest_head
 from finetune.errors import EnvironmentMismatch, Stopped
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
@@ -366,9 +366,16 @@ def build(opened: Session) -> Built:
     decoder = decoder_parts(assembled.unwrapped_model)
     compiled = compile_as_asked(recipe, start.strategy, decoder, accelerator.device, log)
     computes = receipt.content["dtypes"]["compute"].partition(",")[0]
-    kernel = choose_flash_kernel(recipe, accelerator.device, getattr(torch, computes))
+    kernel = choose_flash_kernel(recipe, accelerator.device, getattr(torch, computes), widest_head(decoder.config))
     receipt.add("flash_kernel", kernel.facts())
     log(str(kernel))
+    if accelerator.device.type == "cuda" and recipe.training.compile is not False and computes != "float32":
+        from finetune.architecture.compiled.loss_kernel import use_loss_kernel
+
+        words = decoder.config.get_text_config().vocab_size
+        with deterministic_algorithms(recipe.training.deterministic, accelerator.device):
+            facts = use_loss_kernel(recipe, words, accelerator.device, getattr(torch, computes))
+        receipt.add("loss_kernel", facts)
     if hasattr(unwrap_optimizer(assembled.optimizer), "update_range"):  # an optimizer of the kit's own
         from finetune.model.optimizers.fused_update import choose_update
 

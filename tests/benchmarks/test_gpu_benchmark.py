@@ -63,10 +63,37 @@ def test_the_cheapest_and_most_telling_come_first_and_no_recipe_is_forgotten() -
     every = gpu.steps()
     assert every[:3] == ["environment", LORA, FULL]
     assert set(every) - {EAGER, gpu_recipes.DPO} == {*gpu.CHECKS, *gpu.recipes()}
+    assert {name for call in (1, 2, 3, 4, 5, 6) for name in gpu.CALLS[call]} >= set(gpu.CHECKS) - {"environment"}
     here = gpu_recipes.Machine(Path("/nowhere"), 150.0)
     reached = gpu.CHECKS["environment"] + sum(gpu_recipes.estimate(recipe_of(name), here) for name in (LORA, FULL))
     assert reached < 9 * 60
     assert len(set(every)) == len(every)
+
+
+@pytest.mark.parametrize("call", gpu.CALLS)
+def test_a_call_fits_into_its_minutes(call: int) -> None:
+    """The environment first; 8B's random model is made once a call, and counted in each of its recipes."""
+    here = gpu_recipes.Machine(Path("/nowhere"), 150.0)
+    seconds = gpu.CHECKS["environment"]
+    for name in gpu.CALLS[call]:
+        way = None if name in gpu.CHECKS else gpu_recipes.find_way(name)
+        assert name in gpu.CHECKS or way is not None or call in (7, 8), f"{name} is no step"
+        seconds += gpu.CHECKS.get(name, 0.0) + (gpu_recipes.estimate(way.recipe, here) * (1 + way.again) if way else 0)
+    assert 60 * gpu.CALL_MINUTES > seconds >= 30
+
+
+def test_a_call_runs_its_steps_and_names_a_recipe_that_is_not_here(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(gpu.CALLS, 7, (LORA, "no_such_recipe"))
+    assert stage.run("--call", "7") == gpu.NOT_RUN
+    assert stage.began == ["environment", LORA]
+    assert stage.limits[LORA] == 300.0, "of nine minutes, 30 s are over: three times the estimate is less"
+    reason = "there is no recipe no_such_recipe in this checkout"
+    assert stage.written()["steps"]["no_such_recipe"] == {"state": "not run", "reason": reason}
+    with pytest.raises(SystemExit):
+        gpu.main(["no_such_recipe"])
+    assert "no such step" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -85,6 +112,7 @@ def test_the_parent_of_all_imports_no_torch() -> None:
         (f"{LORA}:rows=2", ("training.per_device_batch_size=2",), False, False),
         (f"{LORA}:eager:profile", ("training.compile=false",), True, False),
         (f"{LORA}:fp8", ("model.load_in_fp8=true",), False, False),
+        (f"{LORA}:fa4", ("model.flash_attention=FA4",), False, False),
         (f"{LORA}:auto:fp8", (*gpu_recipes.SETTINGS["auto"], "model.load_in_fp8=true"), False, False),
         ("dpo:eager", (*gpu_recipes.DPO_CHANGES, "training.compile=false"), False, False),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.memory.layer_traffic import TOKENS, compiled_step, layer_step
+from tests.support.memory.layer_traffic import TOKENS, compiled_step, layer_step, loss_step
 
 H, KV, INNER = 4096, 1024, 14336  # hidden size, keys' and values', MLP's
 # Kernels, products among them, and bytes a token outside of products and attention. A step that needs fewer lowers its
@@ -29,7 +29,18 @@ def test_no_more_kernels_and_bytes_than_there_were(method: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled", "ignore:.*should not be instantiated")  # of torch
 def test_a_compiled_layer_with_adapters_has_few_products() -> None:
     """93 kernels with 41 products. Layer by layer it has 105 with 56."""
     found = compiled_step("lora", tokens=128, head_dim=64, **SMALL)
     assert (found["kernels"], found["products"], found["attention"]) == (93, 41, 2)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+def test_a_loss_is_one_kernel_that_reads_and_writes_the_logits_once() -> None:
+    """2 + 2 bytes an element; as written 22, in 18 kernels."""
+    written, fused = (loss_step(one_kernel=each, vocabulary=4096, rows=64) for each in (False, True))
+    assert (written["kernels"], fused["kernels"]) == (18, 1)
+    assert round(written["bytes"] / (64 * 4096)) == 22
+    assert round(fused["bytes"] / (64 * 4096)) == 4

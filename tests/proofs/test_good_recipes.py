@@ -16,8 +16,10 @@ from accelerate.commands.launch import launch_command_parser
 
 from finetune.cli.main import main
 from finetune.cli.recipe_list import method_of
+from finetune.closed_form.recomputation import choose_recomputation
 from finetune.data.rows import check_rows
 from finetune.model.optimizer import check_optimizer
+from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Budget, Data, Recipe
@@ -99,7 +101,8 @@ def test_every_kind_has_a_recipe() -> None:
     assert {method_of(recipe) for recipe in recipes} == {"full", "lora", "qlora", "int8"}
     assert {recipe.training.mixed_precision for recipe in recipes if recipe.budget.gpus} == {"bf16", "fp16"}
     assert {recipe.training.pure_bf16 for recipe in recipes} == {False, True}
-    assert {recipe.training.activation_checkpointing for recipe in recipes} == {False, True, 2, "auto"}
+    assert {recipe.training.activation_checkpointing for recipe in recipes} == {False, True, "auto"}
+    assert any(choose_recomputation(each, gpus_of(each.budget)).facts.get("runs") == 2 for each in recipes)
     quantised = {recipe.quantization.bnb_4bit_quant_storage for recipe in recipes if recipe.quantization}
     assert quantised == {"uint8", "bfloat16"}
     preferences = [recipe.preferences for recipe in recipes if recipe.preferences is not None]
@@ -246,7 +249,8 @@ class TestRecipe:
         alone = recipe.budget.gpus * recipe.budget.nodes <= 1
         assert (strategy.kind == "single") == (alone and not strategy.offloaded)
         ranks = max(1, recipe.budget.gpus * recipe.budget.nodes)
-        assert recipe.training.global_batch_size % (ranks * recipe.training.per_device_batch_size) == 0
+        chosen = choose_recomputation(recipe, gpus_of(recipe.budget)).recipe
+        assert recipe.training.global_batch_size % (ranks * chosen.training.rows_at_once) == 0
         assert not recipe.budget.gpus or not any(entry.data_files for entry in recipe.data.sets), "rows of the Hub"
         for entry in recipe.data.train:
             files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []

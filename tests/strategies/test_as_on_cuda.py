@@ -238,14 +238,18 @@ def test_a_probe_computes_as_the_run_does_there() -> None:
 def test_memory_is_told_by_cudas_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 << 30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 6 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 << 30, 76 << 30))
     phases: Any = {"step": SimpleNamespace(peak_bytes=4 << 30, allocated_bytes=3 << 30)}
     request = PlanRequest({}, ((7,),), 1, flat=True, nodes=1, ranks_of_node=1, device="some GPU", memory=1)
     facts = memory_facts(request, phases, GPU)
     assert facts["measured"]["by"] == "CUDA's allocator"
     assert facts["measured"]["reserved_bytes"] == 6 << 30
+    assert facts["measured"]["outside_bytes"] == 1 << 30, "76 in all, 70 free, 5 reserved"
     assert "CUDA's allocator 6.000" in describe_memory(facts)
     on_cpu = memory_facts(request, phases, CPU)["measured"]
-    assert (on_cpu["by"], on_cpu["reserved_bytes"]) == ("live tensors", None)
+    assert (on_cpu["by"], on_cpu["reserved_bytes"], on_cpu["outside_bytes"]) == ("live tensors", None, None)
 
 
 def test_a_gpus_losses_are_scaled_by_accelerate() -> None:

@@ -200,3 +200,14 @@ def test_a_layer_without_memory_gives_the_cache_back(tmp_path: Path, monkeypatch
         assert [each.untyped_storage().nbytes() for each in (kept[0].keys, kept[0].values)] == [4, 4]
     finally:
         dist.destroy_process_group()
+
+
+def test_heads_that_differ_from_layer_to_layer_are_counted_with_the_widest() -> None:
+    """Gemma 4's: 5 layers of 256 and one of 512, 4 heads of keys, in bfloat16."""
+    config = AutoConfig.for_model(
+        "gemma4_text", num_hidden_layers=6, head_dim=256, global_head_dim=512, num_key_value_heads=4, vocab_size=64,
+        hidden_size=64, intermediate_size=64, num_attention_heads=8, hidden_size_per_layer_input=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert kept_bytes(model) == 2 * 6 * 4 * 512 * 2

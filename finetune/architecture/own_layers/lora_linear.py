@@ -382,7 +382,7 @@ class _KeptForBackward(torch.autograd.Function):
             slopes = tuple(_columns(beside, outputs))
         if of_flat or any(of_downs):
             if beside is not None:
-                through = _scaled(beside, _diagonal(ups), scale)  # [tokens, ranks]
+                through = _scaled(beside, _diagonal(ups), scale, ups[0])  # [tokens, ranks]
             else:
                 parts = [_scaled(slope, up, scale) for slope, up in zip(slopes, ups, strict=True)]
                 through = parts[0] if count == 1 else torch.cat(parts, 1)
@@ -482,8 +482,12 @@ def _diagonal(matrices: Sequence[Tensor]) -> Tensor:
     return torch.cat(padded)
 
 
-def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """scale * left @ right, scaled before it is rounded and without a pass of its own; with beta=0 nothing is added."""
+def _scaled(left: Tensor, right: Tensor, scale: float, unread: Tensor | None = None) -> Tensor:
+    """scale * left @ right, scaled before it is rounded and without a pass of its own; with beta=0 nothing is added.
+
+    The compiler makes a kernel of its own for an empty tensor, and for an element of a result that it has fused. So
+    what is not added is an element of a matrix that is in memory: of `right`, or of `unread`.
+    """
     if scale == 1:
         return left @ right
-    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)
+    return torch.addmm((right if unread is None else unread)[:1, :1], left, right, beta=0, alpha=scale)

@@ -14,6 +14,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 BaseDtype = Literal["auto", "bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
 ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3", "longrope")  # transformers' scalings of rotary positions
+FlashAttention = Literal["FA3", "FA4"]
 
 
 class Budget(Section):
@@ -48,6 +49,12 @@ class ModelSection(Section):
         description="Rotary positions for rows beyond the base's: {rope_type: yarn, factor: 4.0}. transformers' "
         "rope_parameters; rope_type: linear, dynamic, yarn, llama3 or longrope. null: the base's own scaling, if any.",
     )
+    flash_attention: FlashAttention | None = Field(
+        None,
+        description="FA3 or FA4 in place of torch's flash attention, on GPUs of compute capability 9.0 (FA4: 10.0 "
+        "too), for heads of at most 128. torch calls both prototypes. It is compared first, and left off where it "
+        "differs. The package is yours to install: `flash-attn-4`, or flash-attention's `hopper` folder.",
+    )
     router_aux_loss_coef: float | None = Field(
         None,
         ge=0,
@@ -67,8 +74,9 @@ class ModelSection(Section):
     )
 
     @model_validator(mode="after")
-    def new_tokens_once(self) -> ModelSection:
-        """Check that new tokens are texts, each named once. model/new_tokens.py compares them with the vocabulary."""
+    def fits_together(self) -> ModelSection:
+        """Check that new tokens are texts, each named once, and that a kernel has its attention. model/new_tokens.py
+        compares tokens with the vocabulary."""
         mistakes, seen = [], set()
         for key in ("add_tokens", "add_special_tokens"):
             for token in getattr(self, key):
@@ -77,6 +85,9 @@ class ModelSection(Section):
                 elif token in seen:
                     mistakes.append(CrossCheck(key, f"{shown(token)} is named twice", "keep one of them"))
                 seen.add(token)
+        if self.flash_attention is not None and self.attention not in ("auto", "varlen"):
+            problem = f"{self.flash_attention} replaces the kernel of attention: auto and varlen alone"
+            mistakes.append(CrossCheck("flash_attention", problem, "remove it, or set attention: auto"))
         if seen and self.adapter is not None:
             problem = f"{shown(self.adapter)} has no rows of new tokens"
             remedy = "merge it and name the result in name_or_path, or remove the new tokens"

@@ -26,11 +26,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._inductor import async_compile, select_algorithm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.architecture import attention
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers
-from finetune.architecture.loss import put_loss_into_forward
+from finetune.architecture.compiled.loss_kernel import compiled_loss
+from finetune.architecture.loss import AS_IT_IS, loss_and_slope_as_written, put_loss_into_forward
 from finetune.architecture.own_layers.compute import compute_layers
 from finetune.architecture.recomputation import checkpoint_layers
 from finetune.model.known_configs import full_config
@@ -104,6 +107,47 @@ def compiled_step(method: str, *, recomputed: bool = False, tokens: int = TOKENS
     return found
 
 
+def loss_step(*, one_kernel: bool, vocabulary: int, rows: int = 64) -> Counter[str]:
+    """A chunk's loss and slope of 16-bit logits: kernels, and the bytes of their operands and results.
+
+    One kernel reads the logits three times, and they are counted once here, as an operand of softmax is.
+    """
+    generator = torch.Generator().manual_seed(0)
+    product = torch.randn((rows, vocabulary), generator=generator).bfloat16()
+    target = torch.randint(vocabulary, (rows,), generator=generator)
+    if one_kernel:
+        torch.compiler.reset()
+        with _schedules() as nodes, torch.no_grad():
+            compiled_loss()(product, target, 1.0)
+        kinds = [(_kind(node), 4 * quarter) for node, quarter in nodes]
+        return Counter(kernels=sum(kind is not None for kind, _ in kinds), bytes=sum(nbytes for _, nbytes in kinds))
+    with _Traffic() as traffic:
+        loss_and_slope_as_written(
+            product, torch.empty((rows, vocabulary)), target, AS_IT_IS, all_learned=True, learn=True
+        )
+    return traffic.found
+
+
+class _Traffic(TorchDispatchMode):
+    """Kernels, and the bytes of their operands and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view and "empty" not in str(function):
+            written = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+            read = [each for each in args if isinstance(each, torch.Tensor)]
+            if function in (torch.ops.aten.copy_.default, torch.ops.aten.new_full.default):
+                read = read[1:]
+            if "gather" in str(function) or "scatter" in str(function):  # at few places of the large tensor
+                read, written = read[1:], read[1:]
+            self.found += Counter(kernels=1, bytes=sum(each.nbytes for each in read + written))
+        return result
+
+
 class _Schedules(logging.Handler):
     """Collects the nodes of every graph, with a quarter of each one's bytes."""
 
@@ -171,9 +215,7 @@ def _one_layer(method: str, recomputed: bool, shape: Mapping[str, Any]) -> tuple
 def _kind(node: Any) -> str | None:
     """Of a node of inductor's schedule: product, attention or fused; None: it launches nothing."""
     name = type(node).__name__
-    origins = {origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()}
-    operations = {str(getattr(each.target, "__name__", each.target)) for each in origins}
-    if name.startswith("Nop") or operations == {"empty.memory_format"}:
+    if name.startswith("Nop"):
         return None
     if not name.startswith("Extern"):
         return "fused"
