@@ -42,6 +42,13 @@ WHOLE: dict[str, dict[str, Any]] = {
     "lfm2_moe": CONVOLUTIONS,
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "deepseek_v2": {"n_routed_experts": 64, "num_experts_per_tok": 6},
+    "cohere_compass_text": {
+        "rope_parameters": {kind: {"rope_type": "default"} for kind in ("sliding_attention", "full_attention")}
+    },
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256},
+        **{"indexer_budget": 2048, "indexer_compress_ratio": 4},
+    },
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.models.architecture_columns import COLUMNS, Cell
-from tests.support.models.architectures import UNTRIED, WAYS, Outcome, Way
+from tests.support.models.architectures import WAYS, Outcome, Way
 from tests.support.models.chat_families import FAMILIES
 from tests.support.models.thinking_families import THINKING
 from tests.support.runs.cells import ROOT
@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "families.md"
 RECORD = ROOT / "benchmarks" / "results" / "families.json"
 HEAD = """# Architectures
 
-`benchmarks/families.py` measured every line with transformers {version}. `tests/architecture/test_families.py` and
-`tests/planner/test_families_planned.py` repeat it. {right} of {count} architectures train correctly in rows with several
+`python benchmarks/families.py` writes this page. Its lines are the decoders in transformers {version}'s own list of causal
+models. `tests/architecture/test_families.py` and `tests/planner/test_families_planned.py` repeat them. {right} of {count} architectures train correctly in rows with several
 documents, {unpacked} more in rows with one; {refused} are refused.
 
 An architecture is trained correctly or refused in one line, before its weights are read. *Right* means: a tiny model with
@@ -77,9 +77,6 @@ def words_of(entry: Mapping[str, Any]) -> dict[str, tuple[str, str | None]]:
     return {title: (way["word"], way["refusal"]) for title, way in entry["ways"].items()}
 
 
-OF_UNTRIED = "A training tries every architecture, so these are trained correctly or refused too."
-
-
 def page_of(record: Mapping[str, Any]) -> str:
     """docs/families.md."""
     entries = record["architectures"]
@@ -87,9 +84,7 @@ def page_of(record: Mapping[str, Any]) -> str:
     either = [name for name, entry in entries.items() if _words(entry, packing=True) or _words(entry, packing=False)]
     figures = {"right": len(packed), "unpacked": len(either) - len(packed), "refused": len(entries) - len(either)}
     head = HEAD.format(version=record["transformers"], count=len(entries), **figures)
-    untried = ", ".join(f"`{name}`" for name in sorted(UNTRIED))
-    table = "".join(line_of(name, entry) for name, entry in sorted(entries.items()))
-    return f"{head}{table}\nDecoders in transformers' own list that are not in the table yet: {untried}. {OF_UNTRIED}\n"
+    return head + "".join(line_of(name, entry) for name, entry in sorted(entries.items()))
 
 
 def line_of(name: str, entry: Mapping[str, Any]) -> str:

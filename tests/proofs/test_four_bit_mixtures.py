@@ -1,0 +1,194 @@
+"""QLoRA of mixtures, experts in 4 bits too: one curve under every strategy, resumed bitwise, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from finetune.cli.main import main as finetune
+from finetune.model.build import build_model, decoder_parts
+from finetune.model.quantization import quantized_layers
+from finetune.recipe.loader import load_recipe
+from finetune.train import main
+from tests.support.models.architectures import config_of
+from tests.support.models.four_bit_mixtures import (
+    FAMILIES,
+    from_mxfp4,
+    in_four_bits,
+    plain_base,
+    stored_in_mxfp4,
+)
+from tests.support.models.tiny import tiny_tokenizer, write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import SPLITS, TOLERANCE, receipt_of, skip_where_missing, worst
+from tests.support.runs.exports import contents
+from tests.support.runs.one_curve import (
+    LENGTHS,
+    LORA,
+    MAX_GRAD_NORM,
+    SEED,
+    STEPS,
+    WEIGHT_DECAY,
+    checkpointed,
+    curve_of,
+    documents,
+    learning_rates,
+    write_curve_recipe,
+)
+from tests.support.runs.reference import Step, reference_run
+
+# FSDP2 shards packed bytes in containers of the format that it computes in.
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "float32"}
+ATTENTION = ["q_proj", "v_proj", "o_proj", "q_b_proj", "kv_b_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+MXFP4 = "gpt_oss in MXFP4"
+# Under each strategy the documents packed into three rows, and every layer recomputed.
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp2": 2, "zero3": 2}
+CUT = ("packed", "checkpointed")
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", LENGTHS)
+
+
+def save_model(family: str, folder: Path) -> Path:
+    attention = {"layer_types": ["full_attention"] * 4} if family == "qwen3_5_moe_text" else {}
+    config = config_of("gpt_oss" if family == MXFP4 else family, **attention)
+    config.vocab_size, config.max_position_embeddings = 512, 2048
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    if family == MXFP4:
+        stored_in_mxfp4(folder)
+    return folder
+
+
+def lora_of(model: Path, *, on_experts: bool) -> dict[str, Any]:
+    """Attention's layers that this family has, as a recipe must name them."""
+    base = plain_base(model)
+    linear = {path.rpartition(".")[2] for path, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
+    names = [name for name in ATTENTION if name in linear]
+    return LORA | {"target_modules": names, "target_parameters": EXPERTS if on_experts else []}
+
+
+def recipe_of(folder: Path, model: Path, chats: Path, lora: Mapping[str, Any], *changes: Any, **sections: Any) -> Path:
+    settings = {"lora": dict(lora), "quantization": FOUR_BITS}
+    return write_curve_recipe(folder, model, chats, "lora", *changes, settings, **sections)
+
+
+def expected_curve(recipe: Path, model: Path, chats: Path, lora: Mapping[str, Any]) -> list[Step]:
+    """One document at a time over weights that were dequantised by the formats' definitions, adapters by peft."""
+    hollow = build_model(load_recipe(str(recipe), []).recipe, torch.device("meta"))
+    packed = set(quantized_layers(hollow))
+    paths = [path for path, layer in decoder_parts(hollow).named_modules() if layer in packed]
+    layers = [path.removesuffix(".base_layer") for path in paths if ".experts" not in path]
+    stored = from_mxfp4(model)
+    base = in_four_bits(plain_base(model), layers, experts=not stored)
+    for path, numbers in stored.items():
+        base.get_parameter(path).data = numbers
+    torch.manual_seed(SEED)
+    return reference_run(
+        get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **lora)),
+        [documents(chats, model)] * STEPS,
+        learning_rates=learning_rates("lora"),
+        max_grad_norm=MAX_GRAD_NORM,
+        weight_decay=WEIGHT_DECAY,
+    )
+
+
+CASES = [(family, False) for family in (*FAMILIES, MXFP4)] + [(family, True) for family in ("qwen3_moe", "gpt_oss")]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_curve(strategy: str, chats: Path, tmp_path: Path) -> None:
+    """Each family, and two with adapters on their experts too."""
+    skip_where_missing(strategy)
+    recipes, expected = [], []
+    for number, (family, on_experts) in enumerate(CASES):
+        if family == MXFP4 and strategy == "zero3":  # refused below
+            continue
+        model = save_model(family, tmp_path / f"{number} {family}" / "model")
+        lora = lora_of(model, on_experts=on_experts)
+        for split in CUT:
+            recipes.append(recipe_of(model.parent / split, model, chats, lora, SPLITS[split]))
+        expected += [expected_curve(recipes[-1], model, chats, lora)] * len(CUT)
+    ranks = STRATEGIES[strategy]
+    codes = launch(recipes, ranks=ranks, words=[f"accelerate_config={strategy}"], timeout=60 * len(recipes))
+    failed = {}
+    for recipe, code, curve in zip(recipes, codes, expected, strict=True):
+        name = f"{recipe.parent.parent.name}, {recipe.parent.name}"
+        if code:
+            failed[name] = Path(f"{recipe}.rank0.said").read_text("utf-8")[-1500:]
+            continue
+        if (difference := worst(curve_of(recipe), curve)) > TOLERANCE:
+            failed[name] = f"{difference:.1e} from the reference"
+        receipt = receipt_of(recipe)
+        if strategy in ("fsdp2", "zero3") and abs(receipt["sharding"]["held_share"] - 0.5) > 0.05:
+            failed[name] = f"a rank holds {receipt['sharding']['held_share']} of the weights"
+    assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
+    assert len(recipes) == len(CUT) * (len(CASES) - (strategy == "zero3"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+def test_it_resumes_bitwise(strategy: str, chats: Path, tmp_path: Path) -> None:
+    pages, runs = [], []
+    for family in ("qwen3_moe", "gpt_oss", MXFP4):
+        model = save_model(family, tmp_path / family / "model")
+        lora = lora_of(model, on_experts=family == "qwen3_moe")
+        pages.append(recipe_of(model.parent, model, chats, lora, SPLITS["packed"], save_steps=3))
+    words, ranks = [f"accelerate_config={strategy}"], STRATEGIES[strategy]
+    assert launch(pages, ranks=ranks, words=words, timeout=600) == [0] * len(pages)
+    for page in pages:
+        run = page.parent / "run"
+        runs.append((contents(run / "adapter"), checkpointed(run), curve_of(page)))
+        shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08d}")
+        state = json.loads((run / "run_state.json").read_text("utf-8")) | {"state": "running"}
+        (run / "run_state.json").write_text(json.dumps(state), "utf-8")
+    assert launch(pages, ranks=ranks, words=words, timeout=600) == [0] * len(pages)
+    for page, (adapter, trained, curve) in zip(pages, runs, strict=True):
+        again = checkpointed(page.parent / "run")
+        assert again.keys() == trained.keys()
+        assert all(torch.equal(again[name], tensor) for name, tensor in trained.items())
+        assert contents(page.parent / "run" / "adapter") == adapter
+        assert curve_of(page) == curve
+
+
+REFUSED: dict[str, tuple[str, list[str], str]] = {
+    "ZeRO-3 with MXFP4": (MXFP4, ["accelerate_config=zero3"], "fsdp2"),
+    "a pipeline": ("qwen3_moe", ["accelerate_config=1f1b"], "accelerate_config"),
+    "int8": ("qwen3_moe", ["quantization={load_in_8bit: true}"], "load_in_4bit"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_in_one_line(case: str, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By `check` and by a training, with the same words; nothing is written."""
+    family, words, remedy = REFUSED[case]
+    model = save_model(family, tmp_path / "model")
+    lora = LORA | {"target_modules": ATTENTION[:3], "target_parameters": []}
+    recipe = recipe_of(tmp_path, model, chats, lora)
+    said = []
+    for command in (lambda: finetune(["check", str(recipe), *words]), lambda: main([str(recipe), *words])):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            raise SystemExit(command())
+        told = capsys.readouterr()
+        assert ended.value.code == 2, told
+        lines = [line for line in (told.out + told.err).splitlines() if line.strip()]
+        assert len(lines) <= 2, lines
+        said.append(next(line for line in lines if "quantization" in line or "accelerate_config" in line))
+    assert remedy in said[0]
+    assert said[0].partition(": ")[2] == said[1].partition(": ")[2]
+    assert not (tmp_path / "run").exists()
