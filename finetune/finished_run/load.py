@@ -23,7 +23,7 @@ from finetune.architecture.own_layers.compute import compute_layers
 from finetune.architecture.own_layers.lora_linear import own_adapters
 from finetune.data.cells import BadRow
 from finetune.errors import DoesNotFit, FinetuneError, NotFinite
-from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
+from finetune.model.adapters import experts_as_parameters, silenced_peft, take_new_rows_into_loss
 from finetune.model.base_identity import with_the_runs_base
 from finetune.model.build import decoder_parts, load_base, load_tokenizer
 from finetune.model.generate import stop_on
@@ -121,7 +121,7 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
     # A stranger's pattern may take exponential time on these paths. Refuse it before peft tries it.
     paths = [path for path, _ in base.named_modules()]
     refuse_slow_patterns(str(run.product / ADAPTER_CONFIG), patterns_of(settings), paths)
-    with silenced_peft(), in_one_line(lambda error: _no_adapter(run, error)):
+    with experts_as_parameters(base), silenced_peft(), in_one_line(lambda error: _no_adapter(run, error)):
         adapted = PeftModel.from_pretrained(base, str(run.product)).eval()
     # peft passes over missing tensors, and the model would answer like its base. Refuse such a file.
     expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.architecture.own_layers.lora_linear import OWN, computed_by
+from finetune.architecture.own_layers.lora_linear import OWN, PACKED, computed_by
 from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
 from finetune.architecture.recomputation import keeps_products
 from finetune.errors import EnvironmentMismatch
@@ -299,7 +299,7 @@ def describe_stages(receipt: dict[str, Any]) -> str:
 
 def _computed_by_peft(receipt: dict[str, Any]) -> str:
     """The line, with its break, that says which adapters peft computes, and why; empty if there are none."""
-    others = {why: count for why, count in receipt.get("adapters_computed", {}).items() if why != OWN}
+    others = {why: count for why, count in receipt.get("adapters_computed", {}).items() if why not in (OWN, PACKED)}
     reasons = ", ".join(f"{why} ({count})" for why, count in others.items())
     if others:
         return f"computed by peft, with more memory traffic: {reasons}\n"
