@@ -1,6 +1,8 @@
-"""How much host memory a mixture takes while it is loaded in 4 bits: gpt-oss-20b's layers, two of 24, on a CPU.
+"""How much host memory a mixture takes while it is loaded in 4 bits: gpt-oss-20b in 1 GB, on a CPU.
 
-    python benchmarks/mixture_load.py            (five minutes on one core, 4 GB of disk, 3 GB of memory)
+    python benchmarks/mixture_load.py            (five minutes on one core, 5 GB of disk, 3 GB of memory)
+
+It has the 24 layers and 32 experts of gpt-oss-20b, whose widths are divided by 3.5.
 
 Once from files in MXFP4, as OpenAI publishes them, and once from files in bfloat16, whose experts become NF4 with
 double quantisation. A child process loads each by the kit's own `build_model`, as a training does. The increase of what
@@ -25,7 +27,7 @@ import torch
 
 from benchmarks.common import scratch, write_result
 
-EXPERTS, HIDDEN, LAYERS, VOCABULARY = 32, 2880, 2, 8192  # experts' width is HIDDEN too
+EXPERTS, HIDDEN, LAYERS, VOCABULARY = 32, 832, 24, 8192  # experts' width is HIDDEN too
 BOUND = 1.2  # times the quantised model
 KINDS = ("mxfp4", "nf4")
 
@@ -36,8 +38,9 @@ def write_base(folder: Path, kind: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "num_local_experts": EXPERTS}
+    settings |= {"num_attention_heads": 16, "num_key_value_heads": 2}
     config = AutoConfig.for_model("gpt_oss", **settings, hidden_size=HIDDEN, intermediate_size=HIDDEN)
-    config.architectures, config.layer_types = ["GptOssForCausalLM"], config.layer_types[:LAYERS]
+    config.architectures = ["GptOssForCausalLM"]
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
     files: dict[str, dict[str, torch.Size]] = {}
@@ -73,7 +76,7 @@ def held() -> tuple[int, int]:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Load the base in this process, with adapters on attention. The largest increase meanwhile and the model's size."""
+    """Load the base in this process, with adapters on attention: the largest increase meanwhile."""
     from finetune.model.build import build_model
     from finetune.recipe.schema import Recipe
 
