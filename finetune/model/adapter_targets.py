@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
+from finetune.model.mixtures import expert_counts
 from finetune.recipe.schema import Lora
 from finetune.recipe.sections.lora import ends_of, without_adapters
 from finetune.untrusted.model_folder import patterns_of
@@ -91,7 +92,7 @@ def expert_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
     The first dimension is then a number of experts in the configuration. A convolution's weight has three too.
     """
-    inside, counts = language_paths(model), _expert_counts(model.config)
+    inside, counts = language_paths(model), expert_counts(model.config.get_text_config().to_dict())
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
@@ -101,14 +102,9 @@ def expert_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     }
 
 
-def _expert_counts(config: PreTrainedConfig) -> set[int]:
-    settings = config.get_text_config().to_dict()
-    return {value for name, value in settings.items() if "expert" in name and type(value) is int}
-
-
 def has_experts(config: PreTrainedConfig) -> bool:
     """Whether this is the configuration of a mixture of experts."""
-    return any(count > 1 for count in _expert_counts(config))
+    return max(expert_counts(config.get_text_config().to_dict()), default=0) > 1
 
 
 def part_of(model: PreTrainedModel) -> str | None:

@@ -246,7 +246,7 @@ def bitsandbytes_config(
     Args:
         quantise_on: Quantises experts for a model in host memory; None: the host does.
 
-    Raises EnvironmentMismatch where bitsandbytes is not installed, and FinetuneError for a mixture in 8 bits.
+    Raises EnvironmentMismatch where bitsandbytes is not installed.
     """
     try:
         import bitsandbytes  # noqa: F401
@@ -261,13 +261,8 @@ def bitsandbytes_config(
         bnb_4bit_compute_dtype=getattr(torch, quantization.bnb_4bit_compute_dtype),
         bnb_4bit_quant_storage=getattr(torch, quantization.bnb_4bit_quant_storage),
     )
-    if not has_experts(config):
+    if quantization.load_in_8bit or not has_experts(config):
         return settings
-    if quantization.load_in_8bit:
-        raise FinetuneError(
-            f"quantization.load_in_8bit: bitsandbytes leaves the experts of {config.model_type} in 16 bits; "
-            "set load_in_4bit: true, or quantization: null"
-        )
     from finetune.model.packed_experts import for_experts
 
     return for_experts(settings, quantise_on)

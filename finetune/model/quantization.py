@@ -182,6 +182,13 @@ def frozen_weights(model: nn.Module, numel: Callable[[Tensor], int]) -> int:
     return sum(packed.get(id(parameter)) or numel(parameter) for parameter in frozen)
 
 
+def packed_format(layer: Any) -> str:
+    """nf4 or fp4."""
+    if hasattr(layer, "packing"):
+        return str(layer.packing["quant_type"])
+    return str(layer.weight.quant_type)
+
+
 def plain_quantized_weights(model: nn.Module) -> None:
     """Turn each 4-bit weight into a plain parameter and plain buffers, in place. Layers compute the same as before.
 

@@ -336,7 +336,7 @@ def test_a_model_on_meta_has_the_structure_of_the_real_one(kind: str, tiny_llama
     real = build_model(requested, CPU)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_llama), dtype=torch.bfloat16)
-        quantize_structure(base, bitsandbytes_config(requested.quantization))
+        quantize_structure(base, bitsandbytes_config(requested.quantization, base.config))
         config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, target_modules="all-linear")
         hollow = get_peft_model(base, config)
     plain_quantized_weights(real)

@@ -1,0 +1,90 @@
+"""A mixture's experts in 4 bits under every strategy: one curve, resumed bitwise, exported alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.train import main
+from tests.support.models.tiny import write_chats
+from tests.support.rows.mixtures import save_mixture
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import receipt_of, skip_where_missing
+from tests.support.runs.exports import assert_the_last_step_exports_alike
+from tests.support.runs.one_curve import LENGTHS, STEPS, checkpointed, curve_of, write_curve_recipe
+
+LORA = {"r": 4, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "float32"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_mixture(tmp_path_factory.mktemp("base") / "glm4_moe", "glm4_moe")
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", LENGTHS)
+
+
+def recipe(folder: Path, base: Path, chats: Path, **training: Any) -> Path:
+    """Rows of their own in one process; the settings say what else."""
+    rows = {"per_device_batch_size": 2, "learning_rate": 5e-4, "activation_checkpointing": True}
+    sections = {"lora": LORA, "quantization": NF4, "training": rows | training}
+    return write_curve_recipe(folder, base, chats, "lora", sections)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, base: Path, chats: Path) -> Path:
+    """All rows in one forward, without recomputation."""
+    page = recipe(
+        tmp_path_factory.mktemp("alone"), base, chats, per_device_batch_size=8, activation_checkpointing=False
+    )
+    assert main([str(page)]) == 0
+    return page
+
+
+def assert_one_curve(page: Path, alone: Path) -> None:
+    expected = curve_of(alone)
+    for found, point in zip(curve_of(page), expected, strict=True):
+        assert tuple(found) == pytest.approx(tuple(point), rel=1e-5)
+    assert expected[-1].loss < expected[0].loss - 0.005
+    receipt = receipt_of(page)
+    assert receipt["experts"] == {"nf4": 4}  # in the second of two layers
+    assert receipt["quantized_layers"] == {"Linear4bit": 2 * 4 + 3 + 3 + 2}
+    assert receipt["adapted_modules"]["experts.down_proj"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zero2", "zero3"])
+def test_the_curve_is_that_of_one_forward(strategy: str, alone: Path, base: Path, chats: Path, tmp_path: Path) -> None:
+    skip_where_missing(strategy)
+    precision = {"mixed_precision": "bf16"} if strategy.startswith("zero") else {}
+    page = recipe(tmp_path / "two", base, chats, **precision)
+    ranks = 1 if strategy == "single" else 2
+    assert launch([page], ranks=ranks, words=[f"accelerate_config={strategy}"], timeout=500) == [0]
+    assert_one_curve(page, alone)
+    assert_the_last_step_exports_alike(page.parent / "run", tmp_path / "exported")
+
+
+@pytest.mark.slow
+def test_packed_rows_have_the_curve_of_single_ones(alone: Path, base: Path, chats: Path, tmp_path: Path) -> None:
+    page = recipe(tmp_path / "packed", base, chats, global_batch_size=1, per_device_batch_size=1)
+    assert main([str(page), "data.packing=true", f"data.max_length={sum(LENGTHS)}"]) == 0
+    assert_one_curve(page, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+def test_it_resumes_bitwise(strategy: str, base: Path, chats: Path, tmp_path: Path) -> None:
+    words = [f"accelerate_config={strategy}", "save_steps=3", "training.lr_scheduler_type=constant"]
+    ranks = 1 if strategy == "single" else 2
+    halves, again = (recipe(tmp_path / name, base, chats) for name in ("halves", "again"))
+    for steps in (3, STEPS):
+        assert launch([halves], ranks=ranks, words=[*words, f"training.max_steps={steps}"], timeout=500) == [0]
+    assert launch([again], ranks=ranks, words=words, timeout=500) == [0]
+    first, second = checkpointed(halves.parent / "run"), checkpointed(again.parent / "run")
+    assert all(torch.equal(first[name], second[name]) for name in first)
