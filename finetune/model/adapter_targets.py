@@ -142,7 +142,7 @@ def is_excluded(lora: Lora, path: str) -> bool:
 
 def is_packed(module: nn.Module) -> bool:
     """Whether this is a quantised layer with packed bytes as its weight."""
-    return type(module).__module__.startswith("bitsandbytes.")
+    return type(module).__module__.startswith("bitsandbytes.") or hasattr(module, "finetune_experts")
 
 
 def kind_of(path: str) -> str:
@@ -369,7 +369,7 @@ def _matrices(base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str
             if (not packed and len(_shape(parameter)) < 2) or name.endswith("bias"):
                 continue
             weights = module.in_features * module.out_features if packed else numel(parameter)
-            layer = isinstance(module, nn.Linear | Conv1D) and name == "weight"
+            layer = (packed or isinstance(module, nn.Linear | Conv1D)) and name == "weight"
             found[own if layer else f"{own}.{name}"] = int(weights)
     return found
 

@@ -29,6 +29,7 @@ from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_targets import has_experts, language_model_path
 from finetune.model.dtypes import widening
+from finetune.model.mixtures import MXFP4, stored_format
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
 from finetune.model.packaged import folder_of, resolve_model_path
 from finetune.model.quantization import correct_on_cpu, forget_inputs, quantize_structure, quantized_layers
@@ -177,6 +178,8 @@ def load_base(
             options["quantization_config"] = bitsandbytes_config(recipe.quantization, config, quantise_on)
         if (widened := widening(config, recipe)) is not None:
             options["quantization_config"] = widened
+        elif stored_format(config.to_dict()) == MXFP4:  # transformers would read it by its own quantizer
+            del config.quantization_config
         elif getattr(config, "quantization_config", None):  # the recipe's, which transformers would warn of
             options.pop("quantization_config", None)
         text_only = trained_config(config) is not config
@@ -198,15 +201,16 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
     """The base model on meta, built from its configuration, with the quantised layers that the recipe asks for."""
     with in_one_line(partial(_structure_not_built, recipe)):
         config = configuration(recipe)
+        trained = trained_config(config)
+        settings = bitsandbytes_config(recipe.quantization, trained) if recipe.quantization else None
         if hasattr(config, "quantization_config"):  # of the files: what is loaded of them has it no more
             del config.quantization_config
-        trained = trained_config(config)
         with torch.device("meta"):
             model = auto_class(trained).from_config(trained, **_common_options(recipe, dtype))
     assert isinstance(model, PreTrainedModel)
     remember_whole(model, config)
-    if recipe.quantization:
-        quantize_structure(model, bitsandbytes_config(recipe.quantization, trained))
+    if settings is not None:
+        quantize_structure(model, settings)
     model.config.use_cache = False
     return model
 
@@ -265,7 +269,7 @@ def bitsandbytes_config(
         return settings
     from finetune.model.packed_experts import for_experts
 
-    return for_experts(settings, quantise_on)
+    return for_experts(settings, stored_format(config.to_dict()), quantise_on)
 
 
 def check_quantized(model: PreTrainedModel, ready: Callable[[Any], Any] = lambda mixer: mixer) -> None:

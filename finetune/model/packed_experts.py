@@ -31,16 +31,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from finetune.architecture.attention import AMPERE
 from finetune.errors import FinetuneError
 from finetune.model.adapter_targets import expert_parameters
+from finetune.model.mixtures import MXFP4
 from finetune.model.quantization import four_bit_layer, four_bit_weight, unpacked_weight
 
 METHOD = "finetune_experts"  # transformers' name of the quantizer below
+MXFP4_GROUP = 32  # numbers of one scale
+MXFP4_CODE = [sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 RANK_MULTIPLE = 8  # grouped products take rows of whole 16 bytes
 LARGEST_DIFFERENCE = 1e-4  # of a small copy, in float32, from the library's own forward
@@ -66,6 +69,63 @@ class Quantizer(Bnb4BitHfQuantizer):
         pack_experts(model, self.quantization_config)
         return super()._process_model_after_weight_loading(model, **kwargs)
 
+    def get_weight_conversions(self) -> list[Any]:
+        conversions = list(super().get_weight_conversions())  # type: ignore[no-untyped-call]
+        if getattr(self.quantization_config, "experts_stored", None) == MXFP4:
+            for name in ("gate_up_proj", "down_proj"):
+                keep = _KeepMxfp4(self.quantization_config)
+                conversions.append(WeightConverter([f"{name}_blocks", f"{name}_scales"], name, [keep]))
+        return conversions
+
+
+class _KeepMxfp4(ConversionOps):
+    """Joins the bytes of MXFP4's blocks and of their scales, as the file has them."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def convert(self, input_dict: Any, *_: Any, full_layer_name: Any = None, **__: Any) -> Any:
+        parts = [value[0] if isinstance(value, list) else value for _, value in sorted(input_dict.items())]
+        count, outputs, groups, _size = parts[0].shape
+        # transformers has cast the bytes to the model's format, in which 0 to 255 are exact.
+        packed = torch.cat([part.to(torch.uint8).flatten() for part in parts])
+        weight: Any = nn.Parameter(packed.view(self.config.bnb_4bit_quant_storage)[:, None], requires_grad=False)
+        weight.finetune_experts = count, groups * MXFP4_GROUP, outputs
+        return {full_layer_name: weight}
+
+
+class Mxfp4Experts(nn.Module):
+    """A frozen weight [experts, inputs, outputs] in MXFP4, as gpt-oss is stored: numbers of 4 bits (sign, two bits of
+    exponent, one of mantissa), and a power of two for each 32 inputs.
+
+        weight     [packed, 1] in `storage`: blocks [experts, outputs, groups, 16 bytes], then scales [.., groups]
+        a byte     the number at an even place in its low half, the next one in its high half
+    """
+
+    def __init__(self, shape: Shape, weight: Tensor, config: Any) -> None:
+        super().__init__()
+        count, inputs, outputs = self.finetune_experts = shape
+        self.in_features, self.out_features = outputs, count * inputs
+        if weight.ndim == 3:  # a structure's, without values
+            size = count * outputs * (inputs // 2 + inputs // MXFP4_GROUP) // config.bnb_4bit_quant_storage.itemsize
+            weight = torch.empty(size, 1, dtype=config.bnb_4bit_quant_storage, device=weight.device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.compute_dtype = config.bnb_4bit_compute_dtype
+        self.packing = {"dtype": self.compute_dtype, "quant_type": MXFP4}  # as that of 4-bit layers that are plain
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """[experts, inputs, outputs], one expert after another: a lookup has 4 bytes an index."""
+        count, inputs, outputs = self.finetune_experts
+        packed, numbers = self.weight.view(torch.uint8).flatten(), count * outputs * inputs
+        blocks, scales = packed.split([numbers // 2, numbers // MXFP4_GROUP])
+        code = torch.tensor(MXFP4_CODE, device=packed.device)
+        pairs = torch.stack([code.repeat(16), code.repeat_interleave(16)], 1)  # [256, 2], by byte
+        result = torch.empty(count, outputs, inputs, dtype=dtype, device=packed.device)
+        for own, block, scale in zip(result, blocks.chunk(count), scales.chunk(count), strict=True):
+            power = (scale.int() << 23).view(torch.float32)  # float32's own exponent: 2 ** (scale - 127)
+            own.view(-1, MXFP4_GROUP).copy_(pairs[block.int()].view(-1, MXFP4_GROUP) * power[:, None])
+        return result.transpose(1, 2)
+
 
 class _Quantise(ConversionOps):
     """Quantises a parameter with its values, on `quantise_on` if the configuration names a device, else where it is."""
@@ -76,6 +136,8 @@ class _Quantise(ConversionOps):
     def convert(self, input_dict: Any, *places: Any, model: Any = None, **kwargs: Any) -> Any:
         ((name, value),) = input_dict.items()
         value = value[0] if isinstance(value, list) else value
+        if hasattr(value, "finetune_experts"):  # MXFP4
+            return {name: value}
         held_on = value.device
         value = value.to(getattr(self.config, "quantise_on", None) or held_on)
         if name.rpartition(".")[2] in PROJECTIONS and value.ndim == 3:
@@ -87,15 +149,19 @@ class _Quantise(ConversionOps):
         return {name: weight}
 
 
-def for_experts(config: BitsAndBytesConfig, quantise_on: torch.device | None = None) -> BitsAndBytesConfig:
+def for_experts(
+    config: BitsAndBytesConfig, stored: str | None, quantise_on: torch.device | None = None
+) -> BitsAndBytesConfig:
     """The settings with which transformers quantises experts too.
 
     Args:
+        stored: The format with scales that the files have. MXFP4 stays as it is.
         quantise_on: The device that quantises a model which is loaded into host memory; None: the CPU.
     """
     if METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantizer(METHOD)(Quantizer)
     config.quant_method = METHOD  # type: ignore[assignment]  # transformers' enumeration names its own alone
+    config.experts_stored = stored  # type: ignore[attr-defined]
     if quantise_on is not None:
         config.quantise_on = str(quantise_on)  # type: ignore[attr-defined]  # transformers writes it as JSON
     return config
@@ -118,7 +184,10 @@ def pack_experts(model: PreTrainedModel, config: Any) -> None:
         if type(experts) not in transposed:
             transposed[type(experts)] = _is_transposed(experts, shapes, f"{type(model).__name__}: {path}")
         for name, (count, rows, columns) in shapes.items():
-            layer = four_bit_layer(count * rows, columns, getattr(experts, name), config)
+            if getattr(config, "experts_stored", None) == MXFP4:
+                layer = Mxfp4Experts((count, rows, columns), getattr(experts, name), config)
+            else:
+                layer = four_bit_layer(count * rows, columns, getattr(experts, name), config)
             layer.finetune_experts = count, rows, columns
             delattr(experts, name)
             setattr(experts, name, layer)
@@ -203,6 +272,8 @@ def _factors(wrapper: Any, name: str, swapped: bool) -> Adapter:
 
 def _weight_of(experts: Any, layer: Any, dtype: torch.dtype) -> Tensor:
     """[experts, inputs, outputs], dequantised as the layer has it now: an engine may have gathered it for backward."""
+    if isinstance(layer, Mxfp4Experts):
+        return layer.unpacked(dtype)
     weight = unpacked_weight(layer, dtype).view(layer.finetune_experts)
     return weight if experts.finetune_transposed else weight.transpose(1, 2)
 

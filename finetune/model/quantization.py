@@ -161,9 +161,12 @@ def _product(hidden: Tensor, weight: Tensor, state: Any, layer: Any) -> Tensor:
 
 
 def quantized_layers(model: nn.Module) -> Iterator[Any]:
-    """bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear the same names."""
+    """bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear the same names. Packed
+    experts too.
+    """
     for module in model.modules():
-        if type(module).__module__.startswith("bitsandbytes.") and hasattr(module, "in_features"):
+        own = type(module).__module__.startswith("bitsandbytes.") and hasattr(module, "in_features")
+        if own or hasattr(module, "finetune_experts"):
             yield module
 
 

@@ -12,12 +12,11 @@ from finetune.train import main
 from tests.support.models.tiny import write_chats
 from tests.support.rows.mixtures import save_mixture
 from tests.support.runs.cells import launch
-from tests.support.runs.curve_table import receipt_of, skip_where_missing
+from tests.support.runs.curve_table import METHODS, receipt_of, skip_where_missing
 from tests.support.runs.exports import assert_the_last_step_exports_alike
 from tests.support.runs.one_curve import LENGTHS, STEPS, checkpointed, curve_of, write_curve_recipe
 
 LORA = {"r": 4, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -30,28 +29,34 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", LENGTHS)
 
 
-def recipe(folder: Path, base: Path, chats: Path, **training: Any) -> Path:
-    """Rows of their own in one process; the settings say what else."""
+def recipe(folder: Path, base: Path, chats: Path, *, engine: bool = False, **training: Any) -> Path:
+    """Layers are recomputed. An `engine` computes in one number format, and takes no quantised weights in float32."""
     rows = {"per_device_batch_size": 2, "learning_rate": 5e-4, "activation_checkpointing": True}
-    sections = {"lora": LORA, "quantization": NF4, "training": rows | training}
+    rows |= {"mixed_precision": "bf16"} if engine else {}
+    dtype = "bfloat16" if engine else "float32"
+    quantization = {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype}
+    sections = {"lora": LORA, "quantization": quantization, "training": rows | training, "model": {"dtype": dtype}}
     return write_curve_recipe(folder, base, chats, "lora", sections)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, base: Path, chats: Path) -> Path:
-    """All rows in one forward, without recomputation."""
-    page = recipe(
-        tmp_path_factory.mktemp("alone"), base, chats, per_device_batch_size=8, activation_checkpointing=False
-    )
-    assert main([str(page)]) == 0
-    return page
+def alone(tmp_path_factory: pytest.TempPathFactory, base: Path, chats: Path) -> dict[bool, Path]:
+    """All rows in one forward, without recomputation; in float32, and as an engine computes."""
+    pages = {}
+    for engine in (False, True):
+        folder = tmp_path_factory.mktemp("alone")
+        settings = {"per_device_batch_size": 8, "activation_checkpointing": False}
+        pages[engine] = recipe(folder, base, chats, engine=engine, **settings)
+        assert main([str(pages[engine])]) == 0
+    return pages
 
 
-def assert_one_curve(page: Path, alone: Path) -> None:
-    expected = curve_of(alone)
-    for found, point in zip(curve_of(page), expected, strict=True):
-        assert tuple(found) == pytest.approx(tuple(point), rel=1e-5)
-    assert expected[-1].loss < expected[0].loss - 0.005
+def assert_one_curve(page: Path, expected: Path, loss: float = 1e-5, norm: float = 1e-5) -> None:
+    points = curve_of(expected)
+    for found, point in zip(curve_of(page), points, strict=True):
+        assert found.loss == pytest.approx(point.loss, rel=loss)
+        assert found.norm == pytest.approx(point.norm, rel=norm)
+    assert points[-1].loss < points[0].loss - 0.005
     receipt = receipt_of(page)
     assert receipt["experts"] == {"nf4": 4}  # in the second of two layers
     assert receipt["quantized_layers"] == {"Linear4bit": 2 * 4 + 3 + 3 + 2}
@@ -60,21 +65,26 @@ def assert_one_curve(page: Path, alone: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zero2", "zero3"])
-def test_the_curve_is_that_of_one_forward(strategy: str, alone: Path, base: Path, chats: Path, tmp_path: Path) -> None:
+def test_the_curve_is_that_of_one_forward(
+    strategy: str, alone: dict[bool, Path], base: Path, chats: Path, tmp_path: Path
+) -> None:
     skip_where_missing(strategy)
-    precision = {"mixed_precision": "bf16"} if strategy.startswith("zero") else {}
-    page = recipe(tmp_path / "two", base, chats, **precision)
+    engine = strategy.startswith("zero")
+    page = recipe(tmp_path / "two", base, chats, engine=engine)
     ranks = 1 if strategy == "single" else 2
     assert launch([page], ranks=ranks, words=[f"accelerate_config={strategy}"], timeout=500) == [0]
-    assert_one_curve(page, alone)
+    bounds = (METHODS["qlora, bf16"].loss, METHODS["qlora, bf16"].norm) if engine else ()
+    assert_one_curve(page, alone[engine], *bounds)
     assert_the_last_step_exports_alike(page.parent / "run", tmp_path / "exported")
 
 
 @pytest.mark.slow
-def test_packed_rows_have_the_curve_of_single_ones(alone: Path, base: Path, chats: Path, tmp_path: Path) -> None:
+def test_packed_rows_have_the_curve_of_single_ones(
+    alone: dict[bool, Path], base: Path, chats: Path, tmp_path: Path
+) -> None:
     page = recipe(tmp_path / "packed", base, chats, global_batch_size=1, per_device_batch_size=1)
     assert main([str(page), "data.packing=true", f"data.max_length={sum(LENGTHS)}"]) == 0
-    assert_one_curve(page, alone)
+    assert_one_curve(page, alone[False])
 
 
 @pytest.mark.slow
