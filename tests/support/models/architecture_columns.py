@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
-from finetune.model.adapter_targets import base_path, kind_of, reach
+from finetune.model.adapter_targets import base_path, expert_parameters, kind_of, reach
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.quantization import quantized_layers
 from finetune.preflight.shrink import shrink_model
@@ -30,7 +30,7 @@ from tests.support.models.architectures import BOUND, WAYS, Outcome, Rows, Train
 from tests.support.models.quantised import dequantised
 from tests.support.runs.recipes import least_recipe
 
-COLUMNS = ("adapters", "4-bit", "rehearsal", "plan")
+COLUMNS = ("adapters", "4-bit", "experts", "rehearsal", "plan")
 CPU, META = torch.device("cpu"), torch.device("meta")
 NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
 PLANNED_ROW = 64  # tokens; a state-space layer's scan is traced token by token
@@ -78,6 +78,8 @@ def cell(column: str, name: str, folder: Path, way: Way) -> Cell:
             return adapters_reach(folder, way)
         case "4-bit":
             return four_bits(folder, way)
+        case "experts":
+            return packed_experts(folder, way)
         case "rehearsal":
             return rehearsal(name, folder, way)
         case _:
@@ -113,9 +115,13 @@ def four_bits(folder: Path, way: Way) -> Cell:
     layers = decoder_parts(quantised).named_modules()
     chosen = set(quantized_layers(quantised))
     packed = {path: layer for path, layer in layers if layer in chosen}
+    blocks = dict(decoder_parts(plain).named_parameters())
     for path, layer in packed.items():
-        base: Any = decoder_parts(plain).get_submodule(path)
         numbers = dequantised(layer)
+        if path in blocks:  # all experts of a layer, [experts, outputs, inputs]
+            blocks[path].data = numbers.view(blocks[path].shape)
+            continue
+        base: Any = decoder_parts(plain).get_submodule(path)
         base.weight.data = numbers.T.contiguous() if isinstance(base, Conv1D) else numbers
     shake(quantised)
     copies = dict(plain.named_parameters())  # where these have more adapters, the others' are zero
@@ -137,6 +143,21 @@ def four_bits(folder: Path, way: Way) -> Cell:
     without = ", ".join(sorted(past[0].keys() - past[1].keys()))
     why = _list(share) + (f", and has no adapter on {without}" if without else "")
     return Cell(_share(1 - sum(share.values())), why)
+
+
+def packed_experts(folder: Path, way: Way) -> Cell:
+    """The share of the experts' weights that a 4-bit base has in 4 bits. `four_bits` holds their numbers."""
+    plain = expert_parameters(decoder_parts(build_model(adapters_on(folder, way), META)))
+    if not plain:
+        return Cell("-")
+    try:
+        quantised = build_model(adapters_on(folder, way, NF4), META)
+    except FinetuneError as error:
+        return refused(error)
+    chosen = set(quantized_layers(quantised))
+    packed = {base_path(path) for path, layer in decoder_parts(quantised).named_modules() if layer in chosen}
+    sizes = {path: block.numel() for path, block in plain.items()}
+    return Cell(_share(sum(size for path, size in sizes.items() if path in packed) / sum(sizes.values())))
 
 
 def shake(model: nn.Module) -> None:

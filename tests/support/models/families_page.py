@@ -28,16 +28,17 @@ A trial of the architecture itself decides (`finetune/architecture/trial.py`), s
 | column | what was measured |
 |---|---|
 | packed, unpacked | *right* with each `model.attention`, or with those in brackets. *auto* is document-isolated attention, with sinks, soft caps, windows, chunks and dropout; layers with a state run on one document after another |
-| adapters | the share of matrix weights that `lora.target_modules: all-linear` reaches, with experts, from the tiny model's receipt |
-| 4-bit | their share in 4 bits under `quantization.load_in_4bit`; loss and adapter gradients equal those of a dequantised base, to 1e-5, on a CPU. This kit quantises linear layers only: experts that are one parameter stay in 16 bits |
+| adapters | the share of matrix weights that `lora.target_modules: all-linear` reaches, from the tiny model's receipt |
+| 4-bit | their share in 4 bits under `quantization.load_in_4bit`; loss and adapter gradients equal those of a dequantised base, to 1e-5, on a CPU |
+| experts | the share of experts' weights in 4 bits under the same setting; `-`: no parameter holds all experts of a layer |
 | plan | `finetune plan` plans LoRA on one GPU for the tiny model, with its weights to the byte |
 | rehearsal | `finetune rehearse`'s small model of the default configuration trains for a step |
 | mask | families whose chat templates have hand-written masks in `tests/tokens`. The mask follows from the template, so every architecture can be trained on chats |
 
 `-` in other columns: the architecture is refused, so nothing else was tried.
 
-| architecture | packed | unpacked | adapters | 4-bit | plan | rehearsal | mask | remarks |
-|---|---|---|---|---|---|---|---|---|
+| architecture | packed | unpacked | adapters | 4-bit | experts | plan | rehearsal | mask | remarks |
+|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501  # a table's row is one line
 # Architectures of the models whose templates are among those of the golden masks.
 MASKS: dict[str, tuple[str, ...]] = {
@@ -55,6 +56,7 @@ GOLDEN = {*FAMILIES, *THINKING}
 OF_COLUMNS = {
     "adapters": "adapters leave out ",
     "4-bit": "4-bit leaves in 16 bits ",
+    "experts": "experts: ",
     "plan": "plan: ",
     "rehearsal": "rehearsal: ",
 }
@@ -92,7 +94,14 @@ def line_of(name: str, entry: Mapping[str, Any]) -> str:
     columns = entry["columns"]
     shown = {column: columns[column][0] if column in columns else "-" for column in COLUMNS}
     cells = [_right(_words(entry, packing=packing)) for packing in (True, False)]
-    cells += [shown["adapters"], shown["4-bit"], shown["plan"], shown["rehearsal"], ", ".join(MASKS.get(name, "-"))]
+    cells += [
+        shown["adapters"],
+        shown["4-bit"],
+        shown["experts"],
+        shown["plan"],
+        shown["rehearsal"],
+        ", ".join(MASKS.get(name, "-")),
+    ]
     return f"| {name} | {' | '.join(cells)} | {_remarks(entry)} |\n"
 
 
