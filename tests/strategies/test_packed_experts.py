@@ -12,7 +12,7 @@ from finetune.train import main
 from tests.support.models.tiny import write_chats
 from tests.support.rows.mixtures import save_mixture
 from tests.support.runs.cells import launch
-from tests.support.runs.curve_table import METHODS, receipt_of, skip_where_missing
+from tests.support.runs.curve_table import receipt_of, skip_where_missing
 from tests.support.runs.exports import assert_the_last_step_exports_alike
 from tests.support.runs.one_curve import LENGTHS, STEPS, checkpointed, curve_of, write_curve_recipe
 
@@ -73,8 +73,8 @@ def test_the_curve_is_that_of_one_forward(
     page = recipe(tmp_path / "two", base, chats, engine=engine)
     ranks = 1 if strategy == "single" else 2
     assert launch([page], ranks=ranks, words=[f"accelerate_config={strategy}"], timeout=500) == [0]
-    bounds = (METHODS["qlora, bf16"].loss, METHODS["qlora, bf16"].norm) if engine else ()
-    assert_one_curve(page, alone[engine], *bounds)
+    # In 16 bits rounding decides which experts a token goes to: seen 3.8e-5 of a loss.
+    assert_one_curve(page, alone[engine], *((2e-4, 2e-2) if engine else ()))
     assert_the_last_step_exports_alike(page.parent / "run", tmp_path / "exported")
 
 
