@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from finetune.errors import FinetuneError
+from finetune.finished_run.load import finished_run, load_adapted
 from finetune.train import main
 from tests.support.models.tiny import write_chats
 from tests.support.rows.mixtures import save_mixture
@@ -98,3 +101,27 @@ def test_it_resumes_bitwise(strategy: str, base: Path, chats: Path, tmp_path: Pa
     assert launch([again], ranks=ranks, words=words, timeout=500) == [0]
     first, second = checkpointed(halves.parent / "run"), checkpointed(again.parent / "run")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.thorough
+def test_a_run_of_an_earlier_release_is_told_apart(
+    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its 4 bits left experts in 16, so it neither goes on nor is loaded with experts in 4. Its receipt counts none."""
+    page = recipe(tmp_path / "earlier", base, chats, max_steps=1)
+    words = ["lora.target_parameters=null", "save_steps=1", "eval_steps=1", "training.lr_scheduler_type=constant"]
+    assert main([str(page), *words]) == 0
+    run = page.parent / "run"
+    for file, keys in (("receipt.json", ()), ("run_state.json", ("identity",))):
+        whole = part = json.loads((run / file).read_text())
+        for key in keys:
+            part = part[key]
+        assert part.pop("experts") == ("in 4 bits, without adapters" if keys else {"nf4": 4})
+        (run / file).write_text(json.dumps(whole))
+    capsys.readouterr()
+    assert main([str(page), *words, "training.max_steps=2"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "experts: (not set) there, in 4 bits, without adapters now" in told, told
+    with pytest.raises(FinetuneError, match=r"experts in 16 bits, and they would be in 4 now; add quantization=null"):
+        load_adapted(finished_run(run), torch.device("cpu"))
+    load_adapted(finished_run(run, ["quantization=null"]), torch.device("cpu"))
