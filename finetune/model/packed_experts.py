@@ -43,7 +43,6 @@ from finetune.model.quantization import four_bit_layer, four_bit_weight, unpacke
 
 METHOD = "finetune_experts"  # transformers' name of the quantizer below
 MXFP4_GROUP = 32  # numbers of one scale
-MXFP4_CODE = [sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 RANK_MULTIPLE = 8  # grouped products take rows of whole 16 bytes
 LARGEST_DIFFERENCE = 1e-4  # of a small copy, in float32, from the library's own forward
@@ -118,8 +117,11 @@ class Mxfp4Experts(nn.Module):
         count, inputs, outputs = self.finetune_experts
         packed, numbers = self.weight.view(torch.uint8).flatten(), count * outputs * inputs
         blocks, scales = packed.split([numbers // 2, numbers // MXFP4_GROUP])
-        code = torch.tensor(MXFP4_CODE, device=packed.device)
-        pairs = torch.stack([code.repeat(16), code.repeat_interleave(16)], 1)  # [256, 2], by byte
+        byte = torch.arange(256, device=packed.device)
+        code = torch.stack([byte & 15, byte >> 4], 1)
+        exponent, half = (code >> 1) & 3, (code & 1) / 2
+        size = torch.where(exponent == 0, half, (1 + half) * torch.exp2(exponent - 1.0))  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
+        pairs = torch.where(code >= 8, -size, size)  # [256, 2], by byte
         result = torch.empty(count, outputs, inputs, dtype=dtype, device=packed.device)
         for own, block, scale in zip(result, blocks.chunk(count), scales.chunk(count), strict=True):
             power = (scale.int() << 23).view(torch.float32)  # float32's own exponent: 2 ** (scale - 127)

@@ -28,35 +28,12 @@ from finetune.recipe.strategy import read_strategy
 from tests.support.models.architectures import largest_difference, save_shaken
 from tests.support.models.quantised import dequantised, in_mxfp4, quantised_recipe
 from tests.support.models.tiny import flat_batch, save_tiny
-from tests.support.rows.mixtures import FOUR_EXPERTS, MIXTURES, save_mixture
+from tests.support.rows.mixtures import FOUR_EXPERTS, MIXTURES, OTHERS, save_mixture
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
 PROJECTIONS = ("gate_up_proj", "down_proj")
-# Beside the tiny mixtures of tests/support: what each family needs to be one.
-OTHERS: dict[str, dict[str, Any]] = {
-    "qwen3_5_moe_text": {
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 32,
-        "layer_types": ["full_attention"] * 2,
-    },
-    "olmoe": {"num_experts": 4},
-    "deepseek_v3": {
-        **{"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
-        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
-        **{"num_key_value_heads": 4, "head_dim": 8},
-    },
-    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 64, "attn_temperature_tuning": False},
-    "granitemoe": {"num_local_experts": 4},
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
-}
 FAMILIES = [*MIXTURES, *OTHERS]
-
-
-def save_family(folder: Path, family: str) -> Path:
-    if family in MIXTURES:
-        return save_mixture(folder, family)
-    return save_tiny(folder, family, **FOUR_EXPERTS | OTHERS[family])
 
 
 def recipe(folder: Path, quantization: dict[str, Any] = NF4, *, by_name: bool = True) -> Recipe:
@@ -137,7 +114,7 @@ def learned_alone(model: Any, lengths: tuple[int, ...]) -> tuple[float, dict[str
 @pytest.mark.sample(3, thorough=20)
 @pytest.mark.parametrize(("family", "by_name"), [(family, way) for way in (True, False) for family in FAMILIES])
 def test_loss_and_gradients_are_those_of_dequantised_experts(family: str, by_name: bool, tmp_path: Path) -> None:
-    folder = save_family(tmp_path, family)
+    folder = save_mixture(tmp_path, family)
     model = built(recipe(folder, by_name=by_name))
     assert packed_experts(model)
     assert any(".experts." in name for name, each in model.named_parameters() if each.requires_grad) == by_name

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from finetune.errors import FinetuneError
+from finetune.finished_run.load import finished_run, load_adapted
 from finetune.train import main
 from tests.support.models.tiny import write_chats
 from tests.support.rows.mixtures import save_mixture
 from tests.support.runs.cells import launch
-from tests.support.runs.curve_table import METHODS, receipt_of, skip_where_missing
+from tests.support.runs.curve_table import receipt_of, skip_where_missing
 from tests.support.runs.exports import assert_the_last_step_exports_alike
 from tests.support.runs.one_curve import LENGTHS, STEPS, checkpointed, curve_of, write_curve_recipe
 
@@ -47,7 +50,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, base: Path, chats: Path) -> 
         folder = tmp_path_factory.mktemp("alone")
         settings = {"per_device_batch_size": 8, "activation_checkpointing": False}
         pages[engine] = recipe(folder, base, chats, engine=engine, **settings)
-        assert main([str(pages[engine])]) == 0
+    assert launch(list(pages.values()), ranks=1, timeout=500) == [0, 0]
     return pages
 
 
@@ -55,7 +58,7 @@ def assert_one_curve(page: Path, expected: Path, loss: float = 1e-5, norm: float
     points = curve_of(expected)
     for found, point in zip(curve_of(page), points, strict=True):
         assert found.loss == pytest.approx(point.loss, rel=loss)
-        assert found.norm == pytest.approx(point.norm, rel=norm)
+        assert found.grad_norm == pytest.approx(point.grad_norm, rel=norm)
     assert points[-1].loss < points[0].loss - 0.005
     receipt = receipt_of(page)
     assert receipt["experts"] == {"nf4": 4}  # in the second of two layers
@@ -73,8 +76,8 @@ def test_the_curve_is_that_of_one_forward(
     page = recipe(tmp_path / "two", base, chats, engine=engine)
     ranks = 1 if strategy == "single" else 2
     assert launch([page], ranks=ranks, words=[f"accelerate_config={strategy}"], timeout=500) == [0]
-    bounds = (METHODS["qlora, bf16"].loss, METHODS["qlora, bf16"].norm) if engine else ()
-    assert_one_curve(page, alone[engine], *bounds)
+    # In 16 bits rounding decides which experts a token goes to: seen 3.8e-5 of a loss.
+    assert_one_curve(page, alone[engine], *((2e-4, 2e-2) if engine else ()))
     assert_the_last_step_exports_alike(page.parent / "run", tmp_path / "exported")
 
 
@@ -98,3 +101,27 @@ def test_it_resumes_bitwise(strategy: str, base: Path, chats: Path, tmp_path: Pa
     assert launch([again], ranks=ranks, words=words, timeout=500) == [0]
     first, second = checkpointed(halves.parent / "run"), checkpointed(again.parent / "run")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.thorough
+def test_a_run_of_an_earlier_release_is_told_apart(
+    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its 4 bits left experts in 16, so it neither goes on nor is loaded with experts in 4. Its receipt counts none."""
+    page = recipe(tmp_path / "earlier", base, chats, max_steps=1)
+    words = ["lora.target_parameters=null", "save_steps=1", "eval_steps=1", "training.lr_scheduler_type=constant"]
+    assert main([str(page), *words]) == 0
+    run = page.parent / "run"
+    for file, keys in (("receipt.json", ()), ("run_state.json", ("identity",))):
+        whole = part = json.loads((run / file).read_text())
+        for key in keys:
+            part = part[key]
+        assert part.pop("experts") == ("in 4 bits, without adapters" if keys else {"nf4": 4})
+        (run / file).write_text(json.dumps(whole))
+    capsys.readouterr()
+    assert main([str(page), *words, "training.max_steps=2"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "experts: (not set) there, in 4 bits, without adapters now" in told, told
+    with pytest.raises(FinetuneError, match=r"experts in 16 bits, and they would be in 4 now; add quantization=null"):
+        load_adapted(finished_run(run), torch.device("cpu"))
+    load_adapted(finished_run(run, ["quantization=null"]), torch.device("cpu"))

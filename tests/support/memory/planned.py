@@ -136,7 +136,8 @@ def models(folder: Path, layers: int = 3) -> Path:
     """The two models of the grid, and one of experts."""
     for name in ("tied", "untied"):
         save_tiny(folder / name, tie_word_embeddings=name == "tied", num_hidden_layers=layers)
-    save_mixture(folder / "qwen3_moe", "qwen3_moe")
+    for family in {*MIXED.values()}:
+        save_mixture(folder / family, family)
     return folder
 
 
