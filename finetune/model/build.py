@@ -32,7 +32,13 @@ from finetune.model.dtypes import widening
 from finetune.model.mixtures import MXFP4, stored_format
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
 from finetune.model.packaged import folder_of, resolve_model_path
-from finetune.model.quantization import correct_on_cpu, forget_inputs, quantize_structure, quantized_layers
+from finetune.model.quantization import (
+    correct_on_cpu,
+    forget_inputs,
+    quantize_structure,
+    quantized_layers,
+    refuse_single_blocks,
+)
 from finetune.model.stored_structure import as_stored, fetch_weights
 from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
 from finetune.recipe.adapter_config import is_on_top
@@ -285,6 +291,7 @@ def check_quantized(model: PreTrainedModel, ready: Callable[[Any], Any] = lambda
     for layer in quantized_layers(model):
         layer.support_avx512bf16_for_cpu = False
     correct_on_cpu(model)
+    refuse_single_blocks(model)
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if set(quantized_layers(model)) & set(ends):
         raise EnvironmentMismatch(

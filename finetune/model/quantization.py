@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from finetune.errors import FinetuneError
 from finetune.recipe.schema import Quantization
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ TENSORS = {
     "quant_nested_code": "state2.code",
 }
 BLOCK, NESTED_BLOCK = 64, 256  # weights a scale, scales a second scale: bitsandbytes' own
-PIECE = 2**22  # numbers: 80 MiB beside them
+PIECE = 2**18  # numbers: 5 MiB beside them. Larger pieces leave holes in the heap that glibc does not give back
 
 
 def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
@@ -45,6 +46,20 @@ def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> No
     finally:
         torch.set_default_dtype(before)
     quantizer.postprocess_model(model)
+    refuse_single_blocks(model)
+
+
+def refuse_single_blocks(model: nn.Module) -> None:
+    """Refuse quantised layers of one block. Their scales take more than 16 bits would, and the model that has them
+    clamps their weights as they are stored: Gemma 3n's prediction_coefs, 64 weights. Raises FinetuneError.
+    """
+    packed = set(quantized_layers(model))
+    for path, layer in model.named_modules():
+        if layer in packed and (size := layer.in_features * layer.out_features) <= BLOCK:
+            raise FinetuneError(
+                f"quantization: {path} has {size} weights, which such a model reads as they are stored; "
+                "set quantization: null"
+            )
 
 
 def as_quantized(weight: Tensor, quantization: Quantization) -> Tensor:

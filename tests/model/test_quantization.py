@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.errors import EnvironmentMismatch, RecipeError
+from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
 from finetune.model.build import bitsandbytes_config, build_model, decoder_parts, load_tokenizer
 from finetune.model.quantization import (
     TENSORS,
@@ -222,6 +222,14 @@ def test_the_adapter_loads_on_a_plain_base(kind: str, tiny_llama: Path, tmp_path
     tokens = flat_batch((19,))["input_ids"]
     with torch.no_grad():
         assert torch.allclose(loaded(tokens).logits, ours(tokens).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_that_a_model_clamps_as_stored_are_refused(device: str, tmp_path: Path) -> None:
+    """Gemma 3n clamps its prediction_coefs in each forward of a training."""
+    save_shaken("gemma3n_text", tmp_path)
+    with pytest.raises(FinetuneError, match=r"altup\.\w+_coefs has \d+ weights.*set quantization: null$"):
+        build_model(quantised_recipe(tmp_path, NF4), torch.device(device))
 
 
 @pytest.mark.parametrize(
