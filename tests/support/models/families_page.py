@@ -18,8 +18,8 @@ RECORD = ROOT / "benchmarks" / "results" / "families.json"
 HEAD = """# Architectures
 
 `python benchmarks/families.py` writes this page. Its lines are the decoders in transformers {version}'s own list of causal
-models. `tests/architecture/test_families.py` and `tests/planner/test_families_planned.py` repeat them. {right} of {count} architectures train correctly in rows with several
-documents, {unpacked} more in rows with one; {refused} are refused.
+models. `tests/architecture/test_families.py` and `tests/planner/test_families_planned.py` repeat them. {right} of {count}
+architectures train correctly in rows with several documents, {unpacked} more in rows with one; {refused} are refused.
 
 An architecture is trained correctly or refused in one line, before its weights are read. *Right* means: a tiny model with
 random weights has the loss and gradients of the library's own eager forward on one document at a time, to 1e-5 in float32.
