@@ -50,12 +50,12 @@ def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> No
 
 
 def refuse_single_blocks(model: nn.Module) -> None:
-    """Refuse quantised layers of one block. Their scales take more than 16 bits would, and the model that has them
-    clamps their weights as they are stored: Gemma 3n's prediction_coefs, 64 weights. Raises FinetuneError.
+    """Refuse quantised layers of a few inputs and one block of weights, which their model clamps as they are stored:
+    Gemma 3n's prediction_coefs, [16, 4]. A gate of a model made small, [1, 32], has more inputs. Raises FinetuneError.
     """
     packed = set(quantized_layers(model))
     for path, layer in model.named_modules():
-        if layer in packed and (size := layer.in_features * layer.out_features) <= BLOCK:
+        if layer in packed and layer.in_features < 8 and (size := layer.in_features * layer.out_features) <= BLOCK:
             raise FinetuneError(
                 f"quantization: {path} has {size} weights, which such a model reads as they are stored; "
                 "set quantization: null"
