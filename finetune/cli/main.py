@@ -101,6 +101,12 @@ def check(
             return {"ok": True, "files": written}
         loaded = load_recipe(recipe, overrides or [], here=True)
         strategy = strategy_of(loaded.recipe)
+        if loaded.recipe.quantization is not None:
+            from finetune.model.known_configs import config_here
+            from finetune.model.mixtures import refuse_mixture
+
+            section = loaded.recipe.model
+            refuse_mixture(loaded.recipe, strategy, config_here(section.name_or_path, section.revision))
         notes = [*strategy.notes]
         notes += engine_notes(strategy.section("deepspeed_config"), loaded.recipe.training.mixed_precision)
         result: dict[str, Any] = {"ok": True, "path": str(recipe)}

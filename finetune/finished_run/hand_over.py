@@ -26,6 +26,7 @@ from finetune.finished_run.merge_command import whole_model
 from finetune.finished_run.own_folder import refuse_foreign, write_record
 from finetune.finished_run.vllm import lora_options, why_merged
 from finetune.model.build import configuration
+from finetune.model.mixtures import MXFP4, stored_format
 from finetune.model.packaged import resolve_model_path
 from finetune.model.text_part import auto_class
 from finetune.recipe.schema import Recipe
@@ -255,6 +256,10 @@ def _script(run: FinishedRun, automatic: str, *, adapter: bool) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     section, quantization = run.recipe.model, run.recipe.quantization
+    if (
+        quantization is not None and stored_format(configuration(run.recipe).to_dict()) == MXFP4
+    ):  # transformers reads it
+        quantization = None
     names, options = [automatic, "AutoTokenizer"], [f"dtype={section.dtype!r}"]
     trust, has_settings = "", (run.product / GENERATION).is_file()  # an adapter has them where its base's differ
     if section.trust_remote_code:

@@ -23,9 +23,10 @@ from finetune.architecture.own_layers.compute import compute_layers
 from finetune.architecture.own_layers.lora_linear import own_adapters
 from finetune.data.cells import BadRow
 from finetune.errors import DoesNotFit, FinetuneError, NotFinite
-from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
+from finetune.model.adapter_targets import has_experts
+from finetune.model.adapters import experts_as_parameters, silenced_peft, take_new_rows_into_loss
 from finetune.model.base_identity import with_the_runs_base
-from finetune.model.build import decoder_parts, load_base, load_tokenizer
+from finetune.model.build import configuration, decoder_parts, load_base, load_tokenizer
 from finetune.model.generate import stop_on
 from finetune.model.new_tokens import add_rows
 from finetune.model.packaged import folder_of
@@ -33,10 +34,11 @@ from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
-from finetune.run_folder.facts import not_finished_yet, require_run_folder
+from finetune.run_folder.facts import MOST_RECORD_BYTES, not_finished_yet, require_run_folder
 from finetune.run_folder.tensor_checks import first_not_finite
 from finetune.tokens.conversation import Conversation, read_conversation
 from finetune.tokens.encoder import Encoder
+from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.model_code import refuse_other_code, refuse_unknown_code
 from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, look_at_adapter, patterns_of
@@ -121,7 +123,7 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
     # A stranger's pattern may take exponential time on these paths. Refuse it before peft tries it.
     paths = [path for path, _ in base.named_modules()]
     refuse_slow_patterns(str(run.product / ADAPTER_CONFIG), patterns_of(settings), paths)
-    with silenced_peft(), in_one_line(lambda error: _no_adapter(run, error)):
+    with experts_as_parameters(base), silenced_peft(), in_one_line(lambda error: _no_adapter(run, error)):
         adapted = PeftModel.from_pretrained(base, str(run.product)).eval()
     # peft passes over missing tensors, and the model would answer like its base. Refuse such a file.
     expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
@@ -178,6 +180,7 @@ def load_whole(run: FinishedRun, device: torch.device, *, tuned: bool, with_loss
 
 def _load(run: FinishedRun, device: torch.device, path: str | None = None, *, with_loss: bool) -> nn.Module:
     recipe = run.recipe
+    _refuse_experts_of_earlier_runs(run)
     if not with_loss:
         # Answers and comparisons have no packed rows to isolate, and answers need a key-value cache.
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "eager"})})
@@ -191,6 +194,18 @@ def _load(run: FinishedRun, device: torch.device, path: str | None = None, *, wi
             use_librarys(model)
         moved: nn.Module = model.to(device)  # type: ignore[arg-type]  # its annotation lacks devices
         return moved
+
+
+def _refuse_experts_of_earlier_runs(run: FinishedRun) -> None:
+    """Raise FinetuneError for a mixture that an earlier release trained over 4-bit layers and experts in 16 bits."""
+    quantization, receipt = run.recipe.quantization, run.folder / "receipt.json"
+    if not run.trained or quantization is None or not quantization.load_in_4bit or not receipt.is_file():
+        return
+    if "experts" not in read_object(receipt, MOST_RECORD_BYTES) and has_experts(configuration(run.recipe)):
+        raise FinetuneError(
+            f"{run.folder}: an earlier release trained this run with its experts in 16 bits, and they would be in 4 "
+            "now; add quantization=null, which takes the whole base in 16 bits"
+        )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from finetune.errors import FinetuneError
 from finetune.files import disk_errors, write_json
-from finetune.finished_run.parameter_deltas import ParameterDeltas, adapted_parameters
+from finetune.finished_run.parameter_deltas import PackedParameters, ParameterDeltas, adapted_parameters
 from finetune.finished_run.weight_files import (
     INDEX,
     SINGLE,
@@ -27,6 +27,7 @@ from finetune.finished_run.weight_files import (
     open_base,
     read_settings,
 )
+from finetune.model.adapters import experts_as_parameters
 from finetune.model.build import structure_alone
 from finetune.model.from_base import (
     GENERATION_SETTINGS,
@@ -61,6 +62,7 @@ class Merge:
     two_in_files: bool  # the files hold two matrices, although config.json ties them
     device: torch.device
     deltas: ParameterDeltas  # for parameters that are not a layer's weight
+    packed: PackedParameters  # experts that training had quantised
     names: WholeNames  # the trained model's names in the whole model
     untrained: Collection[str] = ()  # tensors that transformers does not load, and that keep their bits
 
@@ -114,7 +116,9 @@ class Merge:
             weight = self._quantized(layer, weight, dequantized=dequantized)
         elif layer in adapter.layers:
             weight = adapter.start(layer, weight)
-        elif name in self.deltas.names:
+        elif dequantized and name in self.packed.names:
+            weight = self.packed.of(name).to(self.device)
+        if name in self.deltas.names:
             weight = weight.float() + self.deltas.of(name).to(self.device)
         if layer in adapter.layers:
             weight = adapter.merged(layer, weight.float())
@@ -167,17 +171,24 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     two_in_files = found is not None and found.is_at_odds
     if tied and embedding not in base.files and head in base.files:  # transformers uses the one for both
         base = base.renamed(head, embedding)
-    parameters = adapted_parameters(structure, adapter.layers, list(adapter.target_parameters))
-    deltas = ParameterDeltas(
-        structure, parameters, adapter.settings_of, adapter.read, lambda name: whole.in_file(name, base.files)
-    )
+    with experts_as_parameters(structure):
+        parameters = adapted_parameters(structure, adapter.layers, list(adapter.target_parameters))
+
+    def in_base(name: str) -> str:
+        return whole.in_file(name, base.files)
+
+    def as_trained(name: str) -> Tensor:
+        return base.read(name).to(getattr(torch, recipe.model.dtype))
+
+    deltas = ParameterDeltas(structure, parameters, adapter.settings_of, adapter.read, in_base)
+    packed = PackedParameters(structure, recipe.quantization, as_trained, in_base)
     paths = {base.layer(layer, whole): layer for layer in adapter.layers if layer not in parameters}
     layers = {layer: adapter.layers[path] for layer, path in paths.items()}
     replaced = {whole.in_file(name, base.files): key for name, key in adapter.replaced.items()}
     adapter = replace(adapter, layers=layers, replaced=replaced, trained_as=paths)
     untrained = {} if found is None else found.unread
     merge = Merge(
-        recipe, base, adapter, quantized, embedding, head, tied, two_in_files, device, deltas, whole, untrained
+        recipe, base, adapter, quantized, embedding, head, tied, two_in_files, device, deltas, packed, whole, untrained
     )
     if missing := sorted(merge.changed - merge.shapes().keys()):
         tensors = counted(len(missing), "tensor")

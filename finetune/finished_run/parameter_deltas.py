@@ -20,6 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
 from finetune.model.adapters import silenced_peft
+from finetune.model.quantization import as_quantized
+from finetune.recipe.schema import Quantization
 from finetune.recipe.sections.lora import ends_of
 
 WRAPPED = ".base_layer"  # peft puts one wrapper around another for each further parameter of a module
@@ -65,6 +67,61 @@ def adapted_parameters(
     return found
 
 
+class PackedParameters:
+    """Experts that training had in 4 bits, dequantised, by the names in the base's files. The last KEPT stay in memory.
+
+    A parameter is quantised whole, because its scales are quantised by their mean over all experts.
+    """
+
+    def __init__(
+        self,
+        structure: PreTrainedModel,
+        quantization: Quantization | None,
+        read: Callable[[str], Tensor],
+        file_name: Callable[[str], str],
+    ) -> None:
+        self._structure, self._quantization, self._read, self._file_name = structure, quantization, read, file_name
+        self._kept: OrderedDict[str, Mapping[str, Tensor]] = OrderedDict()
+        shapes = {path: getattr(module, "finetune_experts", None) for path, module in structure.named_modules()}
+        self._shapes = {path: shape for path, shape in shapes.items() if shape is not None}
+        self._owner = {
+            name: path
+            for path, shape in self._shapes.items()
+            for name in in_files(structure, path, torch.empty(shape, device="meta"), file_name)
+        }
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors in the base's files that are parts of such parameters."""
+        return set(self._owner)
+
+    def of(self, name: str) -> Tensor:
+        """This tensor's numbers after quantisation."""
+        path = self._owner[name]
+        if path not in self._kept:
+            parts = {each: self._read(each) for each, owner in self._owner.items() if owner == path}
+            whole = torch.empty(self._shapes[path], dtype=next(iter(parts.values())).dtype)
+            places = in_files(self._structure, path, whole, self._file_name)
+            for each, part in parts.items():
+                places[each].copy_(part)  # a view, which its next line proves
+                assert places[each].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), each
+            assert self._quantization is not None
+            rounded = as_quantized(whole.flatten(0, 1), self._quantization).view(whole.shape)
+            self._kept[path] = in_files(self._structure, path, rounded, self._file_name)
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return self._kept[path][name]
+
+
+def in_files(
+    structure: PreTrainedModel, path: str, tensor: Tensor, file_name: Callable[[str], str]
+) -> Mapping[str, Tensor]:
+    """A parameter's tensors as the base's files have them."""
+    with torch.no_grad():
+        converted: Mapping[str, Tensor] = revert_weight_conversion(structure, {path: tensor})
+    return {file_name(name): part for name, part in converted.items()}
+
+
 class ParameterDeltas:
     """The sums that an adapter adds to parameters, by the names in the base's files. The last KEPT stay in memory."""
 
@@ -99,9 +156,7 @@ class ParameterDeltas:
         return self._kept[parameter.path][name]
 
     def _in_files(self, parameter: AdaptedParameter, tensor: Tensor) -> Mapping[str, Tensor]:
-        with torch.no_grad():
-            converted: Mapping[str, Tensor] = revert_weight_conversion(self._structure, {parameter.path: tensor})
-        return {self._file_name(name): part for name, part in converted.items()}
+        return in_files(self._structure, parameter.path, tensor, self._file_name)
 
     def _delta(self, parameter: AdaptedParameter) -> Tensor:
         """The parameter's sum, by peft's own merging into zeros with the parameter's shape."""

@@ -1,7 +1,7 @@
 """The modules and parameters that a recipe's `lora` section means in a model: names checked, resolved, and counted.
 
     refuse_unknown_names   a name that nothing has is refused, with the nearest names
-    resolve_targets        all-linear becomes layers by path and experts by kind
+    resolve_targets        all-linear becomes layers by path
     named_targets          the paths that peft will adapt
     reach                  what was adapted and what was left out, for the receipt
 
@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
+from finetune.model.mixtures import expert_counts
 from finetune.recipe.schema import Lora
 from finetune.recipe.sections.lora import ends_of, without_adapters
 from finetune.untrusted.model_folder import patterns_of
@@ -45,7 +46,8 @@ class Targets:
 
 
 def resolve_targets(model: PreTrainedModel, lora: Lora) -> Targets:
-    """peft's targets for `lora` in this model. all-linear becomes layers by path and experts by kind.
+    """peft's targets for `lora` in this model. all-linear becomes layers by path: attention, shared experts and dense
+    layers, whose adapters every server has. Routed experts get one by name.
 
     peft's own all-linear is not used: it adds experts and routers for some architectures, and layers in vision towers.
     Raises FinetuneError if experts are reached that the other settings cannot adapt.
@@ -54,12 +56,11 @@ def resolve_targets(model: PreTrainedModel, lora: Lora) -> Targets:
         return Targets(lora.target_modules, lora.target_parameters or [])
     layers = {path: layer for path, layer in linear_layers(model).items() if not is_excluded(lora, path)}
     renamed = _taken_for_experts(model, layers)
-    parameters = lora.target_parameters
-    if parameters is None:
-        held = [path for path in expert_parameters(model) if not is_excluded(lora, path.rpartition(".")[0])]
-        plain = [f"{path}.weight" for path in renamed if not is_packed(layers[path])]
-        parameters = _shortest([*held, *plain], [name for name, _ in model.named_parameters()])
-        _refuse_without_adapters(lora, parameters)
+    parameters = lora.target_parameters or []
+    if lora.target_parameters != []:
+        plain = [f"{path}.weight" for path in layers if path in renamed]
+        _refuse_without_adapters(lora, [path for path in plain if not is_packed(layers[path.removesuffix(".weight")])])
+        parameters = [*_shortest(plain, [name for name, _ in model.named_parameters()]), *parameters]
     return Targets([path for path in layers if path not in renamed], parameters)
 
 
@@ -73,6 +74,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Any]:
         path: module
         for path, module in found
         if module is not head and inside(path) and path not in past and not _is_added(path) and _is_plain(module)
+        if not hasattr(module, "finetune_experts")
     }
 
 
@@ -90,8 +92,7 @@ def expert_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
     The first dimension is then a number of experts in the configuration. A convolution's weight has three too.
     """
-    inside, settings = language_paths(model), model.config.get_text_config().to_dict()
-    counts = {value for name, value in settings.items() if "expert" in name and type(value) is int}
+    inside, counts = language_paths(model), expert_counts(model.config.get_text_config().to_dict())
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
@@ -99,6 +100,11 @@ def expert_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
         if len(shape := _shape(parameter)) == 3 and shape[0] in counts and inside(path)
         if not isinstance(module, nn.Conv1d)
     }
+
+
+def has_experts(config: PreTrainedConfig) -> bool:
+    """Whether this is the configuration of a mixture of experts."""
+    return max(expert_counts(config.get_text_config().to_dict()), default=0) > 1
 
 
 def part_of(model: PreTrainedModel) -> str | None:
@@ -136,7 +142,7 @@ def is_excluded(lora: Lora, path: str) -> bool:
 
 def is_packed(module: nn.Module) -> bool:
     """Whether this is a quantised layer with packed bytes as its weight."""
-    return type(module).__module__.startswith("bitsandbytes.")
+    return type(module).__module__.startswith("bitsandbytes.") or hasattr(module, "finetune_experts")
 
 
 def kind_of(path: str) -> str:
@@ -175,8 +181,10 @@ def named_targets(model: PreTrainedModel, lora: Lora, targets: Targets) -> set[s
     else:
         names = set(targets.modules)
         found = {path for path in paths if names & set(_ends(path))}
+    # peft puts its ordinary layer around one that is packed, also where its weight is named.
+    packed = {f"{path}.weight": path for path, module in model.named_modules() if is_packed(module)}
     parameters = [path for path, _ in model.named_parameters()]
-    return found | {path for name in targets.parameters for path in ends_of(parameters, name)}
+    return found | {packed.get(path, path) for name in targets.parameters for path in ends_of(parameters, name)}
 
 
 def names_near(name: str, others: Iterable[str]) -> str:
@@ -222,11 +230,12 @@ def _names(lora: Lora) -> Iterator[tuple[str, str, str]]:
 
 
 def _packed(model: PreTrainedModel, lora: Lora) -> Iterator[str]:
-    """Parameters of quantised layers. peft would take their packed bytes for numbers."""
+    """Parameters of quantised layers, where a list can name the layer. peft would take packed bytes for numbers."""
+    renamed = _taken_for_experts(model, linear_layers(model)) if lora.target_parameters else ()
     for name in lora.target_parameters or ():
         for path in ends_of([path for path, _ in model.named_parameters()], name):
             layer = path.rpartition(".")[0]
-            if is_packed(model.get_submodule(layer)):
+            if is_packed(model.get_submodule(layer)) and layer not in renamed:
                 yield (
                     f"lora.target_parameters: {name} is packed by the quantization; name its layer instead: "
                     f"lora.target_modules: [{layer.rpartition('.')[2]}]"
@@ -360,7 +369,7 @@ def _matrices(base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str
             if (not packed and len(_shape(parameter)) < 2) or name.endswith("bias"):
                 continue
             weights = module.in_features * module.out_features if packed else numel(parameter)
-            layer = isinstance(module, nn.Linear | Conv1D) and name == "weight"
+            layer = (packed or isinstance(module, nn.Linear | Conv1D)) and name == "weight"
             found[own if layer else f"{own}.{name}"] = int(weights)
     return found
 
@@ -371,7 +380,8 @@ def _line_that_adds(base: PreTrainedModel, kinds: Iterable[str]) -> str | None:
     linear = {kind_of(base_path(path)) for path in layers}
     named = {kind_of(base_path(name)) for name, _ in base.named_parameters()}
     renamed = _taken_for_experts(base, layers)
-    past |= {kind_of(base_path(path)) for path in renamed if is_packed(base.get_submodule(path))}
+    whole = {kind_of(base_path(path)) for path, module in base.named_modules() if hasattr(module, "finetune_experts")}
+    named = {kind for kind in named if kind.removesuffix(".weight") not in whole} | whole
     wanted = [kind for kind in kinds if kind not in past]
     if wanted and linear.issuperset(wanted) and not renamed:
         return "lora.target_modules: all-linear"

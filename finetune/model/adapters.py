@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -39,35 +39,45 @@ def add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool, new_rows: 
     from peft import get_peft_model  # takes a second, with bitsandbytes: only where adapters are
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    refuse_unknown_names(model, lora)
-    targets = resolve_targets(model, lora)
-    asked = named_targets(model, lora, targets)
-    config = _peft_config(lora, targets, on_meta=model.device.type == "meta")
-    if new_rows:
-        config.trainable_token_indices = _places_of_rows(model, lora, asked, new_rows)
-    try:
-        with silenced_peft():
-            adapted = get_peft_model(model, config, autocast_adapter_dtype=not pure_bf16)
-    except ValueError as error:
-        raise FinetuneError(f"lora: {' '.join(str(error).split())}; correct the section") from error
-    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        raise FinetuneError(
-            "lora.target_modules: the head cannot carry an adapter, its logits are never held; "
-            "train it in full with lora.modules_to_save: [lm_head]"
-        )
-    _refuse_unreached(asked, adapted_paths(adapted))
-    _refuse_idle_patterns(lora, adapted_paths(adapted))
-    _refuse_other_names(adapted, type(model).__name__)
-    if new_rows:
-        take_new_rows_into_loss(model)
-    if pure_bf16:
-        _adapters_as_elsewhere(adapted)
-    else:  # peft 0.21 makes adapters float32, and leaves its copies of modules_to_save in the base's format
-        for parameter in adapted.parameters():
-            if parameter.requires_grad and parameter.dtype != torch.float32:
-                parameter.data = parameter.data.float()
+    with experts_as_parameters(model):
+        refuse_unknown_names(model, lora)
+        targets = resolve_targets(model, lora)
+        asked = named_targets(model, lora, targets)
+        config = _peft_config(lora, targets, on_meta=model.device.type == "meta")
+        if new_rows:
+            config.trainable_token_indices = _places_of_rows(model, lora, asked, new_rows)
+        try:
+            with silenced_peft():
+                adapted = get_peft_model(model, config, autocast_adapter_dtype=not pure_bf16)
+        except ValueError as error:
+            raise FinetuneError(f"lora: {' '.join(str(error).split())}; correct the section") from error
+        if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+            raise FinetuneError(
+                "lora.target_modules: the head cannot carry an adapter, its logits are never held; "
+                "train it in full with lora.modules_to_save: [lm_head]"
+            )
+        _refuse_unreached(asked, adapted_paths(adapted))
+        _refuse_idle_patterns(lora, adapted_paths(adapted))
+        _refuse_other_names(adapted, type(model).__name__)
+        if new_rows:
+            take_new_rows_into_loss(model)
+        if pure_bf16:
+            _adapters_as_elsewhere(adapted)
+        else:  # peft 0.21 makes adapters float32, and leaves its copies of modules_to_save in the base's format
+            for parameter in adapted.parameters():
+                if parameter.requires_grad and parameter.dtype != torch.float32:
+                    parameter.data = parameter.data.float()
     assert isinstance(adapted, nn.Module)
     return adapted
+
+
+def experts_as_parameters(model: nn.Module) -> AbstractContextManager[None]:
+    """Within the block, peft sees packed experts as parameters with their own shapes."""
+    if not any(hasattr(module, "finetune_transposed") for module in model.modules()):
+        return nullcontext()
+    from finetune.model.packed_experts import experts_by_shape
+
+    return experts_by_shape(model)
 
 
 def _peft_config(lora: Lora, targets: Targets, *, on_meta: bool) -> Any:

@@ -27,11 +27,18 @@ from finetune.architecture import attention
 from finetune.architecture.families import refuse_unsuitable
 from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.adapter_targets import language_model_path
+from finetune.model.adapter_targets import has_experts, language_model_path
 from finetune.model.dtypes import widening
+from finetune.model.mixtures import MXFP4, stored_format
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
 from finetune.model.packaged import folder_of, resolve_model_path
-from finetune.model.quantization import correct_on_cpu, forget_inputs, quantize_structure, quantized_layers
+from finetune.model.quantization import (
+    correct_on_cpu,
+    forget_inputs,
+    quantize_structure,
+    quantized_layers,
+    refuse_single_blocks,
+)
 from finetune.model.stored_structure import as_stored, fetch_weights
 from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
 from finetune.recipe.schema import Quantization, Recipe
@@ -141,7 +148,12 @@ def _refuse_all_of_a_multimodal(model: PreTrainedModel) -> None:
 
 
 def load_base(
-    recipe: Recipe, device: torch.device, *, dtype: torch.dtype | None = None, path: str | None = None
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    path: str | None = None,
+    quantise_on: torch.device | None = None,
 ) -> PreTrainedModel:
     """The library's model with the recipe's base weights, quantised if the recipe says so. For a multimodal base, its
     text part.
@@ -149,6 +161,7 @@ def load_base(
     Args:
         dtype: The weights' format; None: as the recipe trains them.
         path: A folder with other weights for this architecture.
+        quantise_on: Quantises experts for a model in host memory; None: the host does.
 
     Raises FinetuneError if weights are missing, unexpected or not safetensors.
     """
@@ -156,7 +169,7 @@ def load_base(
     options = _common_options(recipe, dtype) | {"use_safetensors": True, "output_loading_info": True}
     if recipe.quantization:
         # Without a device map transformers quantises on this rank's GPU, also what is to be sharded from the host.
-        options |= {"quantization_config": bitsandbytes_config(recipe.quantization), "device_map": {"": str(device)}}
+        options |= {"device_map": {"": str(device)}}
     elif device.type == "cuda" and not is_deepspeed_zero3_enabled():  # which shards on the device what it reads
         options["device_map"] = {"": str(device)}  # each tensor straight from its file, none through host memory
     name, folder = path or section.name_or_path, path or resolve_model_path(section.name_or_path)
@@ -166,8 +179,12 @@ def load_base(
         look_at_model(files, whole=Path(folder).is_dir())
     with in_one_line(partial(_weights_not_loaded, recipe, name)):
         config = configuration(recipe, path)
+        if recipe.quantization:
+            options["quantization_config"] = bitsandbytes_config(recipe.quantization, config, quantise_on)
         if (widened := widening(config, recipe)) is not None:
             options["quantization_config"] = widened
+        elif stored_format(config.to_dict()) == MXFP4:  # transformers would read it by its own quantizer
+            del config.quantization_config
         elif getattr(config, "quantization_config", None):  # the recipe's, which transformers would warn of
             options.pop("quantization_config", None)
         text_only = trained_config(config) is not config
@@ -176,7 +193,7 @@ def load_base(
         model, info = auto_class(config).from_pretrained(folder, revision=section.revision, config=config, **options)
         _refuse_incomplete(name, info)
         if text_only:
-            model = text_alone(model, bitsandbytes_config(recipe.quantization) if recipe.quantization else None)
+            model = text_alone(model, options.get("quantization_config"))
             model.set_attn_implementation(attention_name(recipe))
     assert isinstance(model, PreTrainedModel)
     if recipe.quantization:
@@ -189,15 +206,16 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
     """The base model on meta, built from its configuration, with the quantised layers that the recipe asks for."""
     with in_one_line(partial(_structure_not_built, recipe)):
         config = configuration(recipe)
+        trained = trained_config(config)
+        settings = bitsandbytes_config(recipe.quantization, trained) if recipe.quantization else None
         if hasattr(config, "quantization_config"):  # of the files: what is loaded of them has it no more
             del config.quantization_config
-        trained = trained_config(config)
         with torch.device("meta"):
             model = auto_class(trained).from_config(trained, **_common_options(recipe, dtype))
     assert isinstance(model, PreTrainedModel)
     remember_whole(model, config)
-    if recipe.quantization:
-        quantize_structure(model, bitsandbytes_config(recipe.quantization))
+    if settings is not None:
+        quantize_structure(model, settings)
     model.config.use_cache = False
     return model
 
@@ -234,14 +252,22 @@ def _common_options(recipe: Recipe, dtype: torch.dtype | None) -> dict[str, Any]
     }
 
 
-def bitsandbytes_config(quantization: Quantization) -> BitsAndBytesConfig:
-    """The recipe's section for `from_pretrained`. Raises EnvironmentMismatch where bitsandbytes is not installed."""
+def bitsandbytes_config(
+    quantization: Quantization, config: PreTrainedConfig, quantise_on: torch.device | None = None
+) -> BitsAndBytesConfig:
+    """The recipe's section for `from_pretrained`; for a mixture, with its experts.
+
+    Args:
+        quantise_on: Quantises experts for a model in host memory; None: the host does.
+
+    Raises EnvironmentMismatch where bitsandbytes is not installed.
+    """
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
         remedy = f"install it in the checkout: {install_command('qlora')}"
         raise EnvironmentMismatch(f"quantization: bitsandbytes is not installed; {remedy}") from error
-    return BitsAndBytesConfig(
+    settings = BitsAndBytesConfig(
         load_in_4bit=quantization.load_in_4bit,
         load_in_8bit=quantization.load_in_8bit,
         bnb_4bit_quant_type=quantization.bnb_4bit_quant_type,
@@ -249,6 +275,11 @@ def bitsandbytes_config(quantization: Quantization) -> BitsAndBytesConfig:
         bnb_4bit_compute_dtype=getattr(torch, quantization.bnb_4bit_compute_dtype),
         bnb_4bit_quant_storage=getattr(torch, quantization.bnb_4bit_quant_storage),
     )
+    if quantization.load_in_8bit or not has_experts(config):
+        return settings
+    from finetune.model.packed_experts import for_experts
+
+    return for_experts(settings, stored_format(config.to_dict()), quantise_on)
 
 
 def check_quantized(model: PreTrainedModel, ready: Callable[[Any], Any] = lambda mixer: mixer) -> None:
@@ -264,6 +295,7 @@ def check_quantized(model: PreTrainedModel, ready: Callable[[Any], Any] = lambda
     for layer in quantized_layers(model):
         layer.support_avx512bf16_for_cpu = False
     correct_on_cpu(model)
+    refuse_single_blocks(model)
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if set(quantized_layers(model)) & set(ends):
         raise EnvironmentMismatch(

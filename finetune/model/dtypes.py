@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from finetune.errors import FinetuneError
+from finetune.model.mixtures import MXFP4
 from finetune.recipe.schema import Recipe
 
 # training.mixed_precision -> the format of the computation; None: that of the weights.
@@ -45,6 +46,8 @@ def widening(config: PreTrainedConfig, recipe: Recipe) -> Any:
         return None
     if method not in WIDENED:
         raise FinetuneError(f"{place}, which cannot be trained; name the model in 16 bits")
+    if method == MXFP4 and asked.get("load_in_4bit"):  # its experts stay as they are stored
+        return None
     if asked:
         raise FinetuneError(
             f"{place}, and 4 or 8 bits are made of 16; name the model in 16 bits, or leave quantization out"

@@ -40,6 +40,7 @@ HUB_NAMES: dict[str, tuple[str, ...]] = {
     "qwen3.5-4b": ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-4B-Base"),
     "qwen3.5-9b": ("Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-9B-Base"),
     "qwen3.5-27b": ("Qwen/Qwen3.5-27B",),
+    "qwen3.5-35b-a3b": ("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3.5-35B-A3B-Base"),
     "gemma-3-1b": ("google/gemma-3-1b-it", "google/gemma-3-1b-pt", "unsloth/gemma-3-1b-it"),
     "gemma-3-4b": ("google/gemma-3-4b-it", "google/gemma-3-4b-pt", "unsloth/gemma-3-4b-it"),
     "gemma-3-12b": ("google/gemma-3-12b-it", "google/gemma-3-12b-pt", "unsloth/gemma-3-12b-it"),
@@ -49,8 +50,10 @@ HUB_NAMES: dict[str, tuple[str, ...]] = {
     "gemma-4-26b-a4b": ("google/gemma-4-26B-A4B-it", "google/gemma-4-26B-A4B", "unsloth/gemma-4-26B-A4B-it"),
     "gemma-4-31b": ("google/gemma-4-31B-it", "google/gemma-4-31B", "unsloth/gemma-4-31B-it"),
     "phi-4": ("microsoft/phi-4",),
-    "gpt-oss-20b": ("openai/gpt-oss-20b", "unsloth/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"),
-    "gpt-oss-120b": ("openai/gpt-oss-120b", "unsloth/gpt-oss-120b", "unsloth/gpt-oss-120b-BF16"),
+    "gpt-oss-20b": ("openai/gpt-oss-20b", "unsloth/gpt-oss-20b"),  # in MXFP4
+    "gpt-oss-20b-bf16": ("unsloth/gpt-oss-20b-BF16",),
+    "gpt-oss-120b": ("openai/gpt-oss-120b", "unsloth/gpt-oss-120b"),
+    "gpt-oss-120b-bf16": ("unsloth/gpt-oss-120b-BF16",),
     "olmo-3-7b": ("allenai/Olmo-3-7B", "allenai/Olmo-3-1025-7B", "allenai/Olmo-3-7B-Think"),
     "olmo-3-32b": ("allenai/Olmo-3-1125-32B", "allenai/Olmo-3-32B-Think"),
     "smollm3-3b": (

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from finetune.errors import FinetuneError
 from finetune.recipe.schema import Quantization
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ TENSORS = {
     "quant_nested_code": "state2.code",
 }
 BLOCK, NESTED_BLOCK = 64, 256  # weights a scale, scales a second scale: bitsandbytes' own
+PIECE = 2**18  # numbers: 5 MiB beside them. Larger pieces leave holes in the heap that glibc does not give back
 
 
 def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
@@ -44,6 +46,20 @@ def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> No
     finally:
         torch.set_default_dtype(before)
     quantizer.postprocess_model(model)
+    refuse_single_blocks(model)
+
+
+def refuse_single_blocks(model: nn.Module) -> None:
+    """Refuse quantised layers of a few inputs and one block of weights, which their model clamps as they are stored:
+    Gemma 3n's prediction_coefs, [16, 4]. A gate of a model made small, [1, 32], has more inputs. Raises FinetuneError.
+    """
+    packed = set(quantized_layers(model))
+    for path, layer in model.named_modules():
+        if layer in packed and layer.in_features < 8 and (size := layer.in_features * layer.out_features) <= BLOCK:
+            raise FinetuneError(
+                f"quantization: {path} has {size} weights, which such a model reads as they are stored; "
+                "set quantization: null"
+            )
 
 
 def as_quantized(weight: Tensor, quantization: Quantization) -> Tensor:
@@ -63,6 +79,50 @@ def as_quantized(weight: Tensor, quantization: Quantization) -> Tensor:
         quant_type=quantization.bnb_4bit_quant_type,
     )
     return _unpacked(packed, state)
+
+
+def four_bit_weight(values: Tensor, config: BitsAndBytesConfig) -> Any:
+    """bitsandbytes' parameter of values [rows, columns], quantised on their device.
+
+    On a CPU bitsandbytes holds 20 bytes for each number that it quantises, so it gets PIECE of them at a time.
+    """
+    from bitsandbytes import functional as bits
+    from bitsandbytes.nn import Params4bit  # type: ignore[attr-defined]  # which is typed in part
+
+    settings = {"quant_type": config.bnb_4bit_quant_type, "quant_storage": config.bnb_4bit_quant_storage}
+    pieces = values.reshape(-1).split(PIECE if values.device.type == "cpu" else values.numel())
+    quantized = [bits.quantize_4bit(piece, blocksize=BLOCK, **settings) for piece in pieces]
+    state = quantized[0][1]
+    state.absmax, state.shape = torch.cat([part.absmax for _, part in quantized]), values.shape
+    if config.bnb_4bit_use_double_quant:
+        state.offset, state.nested = state.absmax.mean(), True
+        state.absmax, state.state2 = bits.quantize_blockwise(state.absmax - state.offset, blocksize=NESTED_BLOCK)
+    return Params4bit(
+        torch.cat([packed for packed, _ in quantized]),
+        bnb_quantized=True,
+        quant_state=state,
+        compress_statistics=config.bnb_4bit_use_double_quant,
+        **settings,
+    )
+
+
+def four_bit_layer(rows: int, columns: int, weight: nn.Parameter, config: BitsAndBytesConfig) -> Any:
+    """bitsandbytes' layer with a weight [rows, columns]: from `four_bit_weight`, or on meta and of as many numbers."""
+    from bitsandbytes.nn import Linear4bit, Params4bit  # type: ignore[attr-defined]  # which is typed in part
+
+    settings = {
+        "compress_statistics": config.bnb_4bit_use_double_quant,
+        "quant_type": config.bnb_4bit_quant_type,
+        "quant_storage": config.bnb_4bit_quant_storage,
+    }
+    with torch.device("meta"):
+        make: Any = Linear4bit
+        layer = make(columns, rows, False, config.bnb_4bit_compute_dtype, **settings)
+    layer.source_cls = nn.Linear  # as transformers notes it
+    if weight.ndim == 3:
+        weight = Params4bit(weight.detach().view(rows, columns), **settings)
+    layer.weight = weight
+    return layer
 
 
 def _unpacked(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -116,9 +176,12 @@ def _product(hidden: Tensor, weight: Tensor, state: Any, layer: Any) -> Tensor:
 
 
 def quantized_layers(model: nn.Module) -> Iterator[Any]:
-    """bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear the same names."""
+    """bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear the same names. Packed
+    experts too.
+    """
     for module in model.modules():
-        if type(module).__module__.startswith("bitsandbytes.") and hasattr(module, "in_features"):
+        own = type(module).__module__.startswith("bitsandbytes.") and hasattr(module, "in_features")
+        if own or hasattr(module, "finetune_experts"):
             yield module
 
 
@@ -135,6 +198,13 @@ def frozen_weights(model: nn.Module, numel: Callable[[Tensor], int]) -> int:
     packed = {id(layer.weight): layer.in_features * layer.out_features for layer in quantized_layers(model)}
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return sum(packed.get(id(parameter)) or numel(parameter) for parameter in frozen)
+
+
+def packed_format(layer: Any) -> str:
+    """nf4 or fp4."""
+    if hasattr(layer, "packing"):
+        return str(layer.packing["quant_type"])
+    return str(layer.weight.quant_type)
 
 
 def plain_quantized_weights(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from finetune.closed_form.recomputation import choose_reduction
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.launch.gpu_environment import expands_segments
 from finetune.model.known_configs import planned_config
+from finetune.model.mixtures import refuse_mixture
 from finetune.planner.depth.caching_allocator import NoMemory, least_room, replay
 from finetune.planner.depth.fork import run_in_forks
 from finetune.planner.depth.repeat_layers import StorageChange, add_unlayered_storage
@@ -167,6 +168,7 @@ def plan_recipe(
         worst = max(stages, key=lambda each: max(each.needed, each.upper))
         return dataclasses.replace(worst, stages=tuple(stages))
     config, source = planned_config(recipe.model.name_or_path, recipe.model.revision)
+    refuse_mixture(recipe, strategy, config)
     reduction = None
     if keeps_gradients is None and gpus is not None:
         reduction = choose_reduction(recipe, strategy, gpus, ranks=ranks, memory=gpus.memory)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,7 +101,7 @@ def assemble(
         from finetune.strategies.fsdp import make_mesh
 
         mesh = mesh or make_mesh(strategy, accelerator.device, collective_timeout(recipe))
-        unwrapped = _build_on_rank_0(recipe, build, launch)
+        unwrapped = _build_on_rank_0(recipe, build, launch, accelerator.device)
         return _sharded(recipe, strategy, accelerator, unwrapped, mesh)
     if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)
@@ -217,7 +218,7 @@ def _under_zero(
     fit_swap(plugin, lambda: structure_alone(recipe, dtype), accelerator.num_processes)
     if strategy.shards_parameters and recipe.quantization is not None:
         with loading_unsharded(plugin):
-            unwrapped = _build_on_rank_0(recipe, build, launch, dtype=dtype)
+            unwrapped = _build_on_rank_0(recipe, build, launch, accelerator.device, dtype=dtype)
         if waits_for_sharding(unwrapped):
             decoder = decoder_parts(unwrapped)
             decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
@@ -239,14 +240,14 @@ def _under_zero(
 
 
 def _build_on_rank_0(
-    recipe: Recipe, build: Callable[..., nn.Module], launch: Launch | None, **options: Any
+    recipe: Recipe, build: Callable[..., nn.Module], launch: Launch | None, quantise_on: torch.device, **options: Any
 ) -> nn.Module:
     """The model, with its weights on rank 0 and without elsewhere; when rank 0 fails, so do all."""
     model, failure = None, None
     if recipe.quantization is not None:
         from finetune.strategies.late_quantising import load_unquantised
 
-        options["load"] = load_unquantised
+        options["load"] = partial(load_unquantised, quantise_on=quantise_on)
     with waiting_for_rank_0(recipe, launch) as group:
         try:
             model = build(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"), **options)

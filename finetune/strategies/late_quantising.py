@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Conv1D, PreTrainedModel
 
+from finetune.model.adapter_targets import has_experts
 from finetune.model.build import bitsandbytes_config, check_quantized, configuration, load_base
 from finetune.model.quantization import (
     TENSORS,
@@ -63,17 +64,22 @@ class Unquantised:
         return Params4bit(data, requires_grad=False, bnb_quantized=bnb_quantized, **self.settings)
 
 
-def load_unquantised(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load_unquantised(
+    recipe: Recipe, device: torch.device, *, dtype: torch.dtype | None = None, quantise_on: torch.device | None = None
+) -> PreTrainedModel:
     """`load_base` for a host: the base has its 4-bit layers, and their weights are quantised when they are sharded.
 
-    A base that is stored in 4 bits is loaded as it is. Raises what `load_base` raises.
+    A base that is stored in 4 bits is loaded as it is. A mixture is quantised while it is loaded, one parameter after
+    another on `quantise_on`, because transformers joins most mixtures' experts in host memory. Raises what `load_base`
+    raises.
     """
     assert recipe.quantization is not None
-    if getattr(configuration(recipe), "quantization_config", None):
-        return load_base(recipe, device, dtype=dtype)
+    config = configuration(recipe)
+    if getattr(config, "quantization_config", None) or has_experts(config):
+        return load_base(recipe, device, dtype=dtype, quantise_on=quantise_on)
     model = load_base(recipe.model_copy(update={"quantization": None}), device, dtype=dtype)
     stored = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    quantize_structure(model, bitsandbytes_config(recipe.quantization))
+    quantize_structure(model, bitsandbytes_config(recipe.quantization, model.config))
     for path, layer in _four_bit_layers(model):
         values = stored[f"{path}.weight"]
         settings = {key: getattr(layer.weight, key) for key in ("compress_statistics", "quant_type", "quant_storage")}

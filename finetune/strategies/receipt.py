@@ -15,25 +15,34 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.architecture.own_layers.lora_linear import OWN, computed_by
+from finetune.architecture.own_layers.lora_linear import OWN, PACKED, computed_by
 from finetune.architecture.own_layers.norm_and_gate import norms_and_gates, tiled_mlps
 from finetune.architecture.recomputation import keeps_products
 from finetune.errors import EnvironmentMismatch
-from finetune.model.adapter_targets import adapted_paths, describe_reach, part_of, reach
+from finetune.model.adapter_targets import (
+    adapted_paths,
+    base_path,
+    describe_reach,
+    expert_parameters,
+    part_of,
+    reach,
+)
 from finetune.model.build import attention_name, decoder_parts
 from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.optimizer import formats
-from finetune.model.quantization import float8_layers, frozen_weights, quantized_layers
+from finetune.model.quantization import float8_layers, frozen_weights, packed_format, quantized_layers
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.accelerator import kind_of_scaling
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.pieces import Elsewhere, full_numel, is_trained, local_shard
+from finetune.strategies.pieces import Elsewhere, full_numel, full_shape, is_trained, local_shard
 from finetune.wording import counted
 
+MXFP4_KIND = "Mxfp4Experts"  # experts that stay as their files have them, beside layers in 4 bits
 FLOAT8_KIND = "LinearFloat8"  # the kind of a layer in float8, which is torch's class with another forward
 
 
@@ -78,6 +87,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
             Counter(type(layer).__name__ for layer in quantized_layers(model))
             + Counter(FLOAT8_KIND for _ in float8_layers(model))
         ),
+        "experts": experts_by_format(decoder_parts(model)),
         "adapted_layers": len(adapted_paths(model)),
         **computed_layers(accelerator, parts),
         **reach(model, decoder_parts(model), full_numel),
@@ -92,6 +102,20 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
     }
     _compare(recipe, strategy, receipt)
     return receipt
+
+
+def experts_by_format(base: PreTrainedModel) -> dict[str, int]:
+    """The number of routed experts in each number format, over all layers: {"nf4": 6144}. Empty without a mixture."""
+    held: dict[str, tuple[str, int]] = {}  # of a layer, whose experts have several parameters
+    for path, module in base.named_modules():
+        if hasattr(module, "finetune_experts"):
+            held[base_path(path).rpartition(".")[0]] = packed_format(module), module.finetune_experts[0]
+    for path, parameter in expert_parameters(base).items():
+        held[base_path(path).rpartition(".")[0]] = dtype_name(parameter.dtype), full_shape(parameter)[0]
+    found = Counter[str]()
+    for name, count in held.values():
+        found[name] += count
+    return dict(found)
 
 
 def computed_layers(accelerator: Accelerator, parts: Assembled) -> dict[str, Any]:
@@ -231,7 +255,11 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
             strategy.pipelines.copies if strategy.pipelines else 0,
             (receipt["pipeline"] or {}).get("copies", 0),
         ),
-        ("quantization: kinds of quantised layers", _asked_layers(recipe), list(receipt["quantized_layers"])),
+        (
+            "quantization: kinds of quantised layers",
+            _asked_layers(recipe),
+            [kind for kind in receipt["quantized_layers"] if kind != MXFP4_KIND],
+        ),
         (
             "training.activation_checkpointing: layers recomputed",
             -(-receipt["layers"] // every) if every else 0,
@@ -311,7 +339,7 @@ def describe_stages(receipt: dict[str, Any]) -> str:
 
 def _computed_by_peft(receipt: dict[str, Any]) -> str:
     """The line, with its break, that says which adapters peft computes, and why; empty if there are none."""
-    others = {why: count for why, count in receipt.get("adapters_computed", {}).items() if why != OWN}
+    others = {why: count for why, count in receipt.get("adapters_computed", {}).items() if why not in (OWN, PACKED)}
     reasons = ", ".join(f"{why} ({count})" for why, count in others.items())
     if others:
         return f"computed by peft, with more memory traffic: {reasons}\n"

@@ -28,8 +28,9 @@ from finetune.launch.launcher import Launch, continue_command
 from finetune.launch.signals import STARTED_AT, StopRequest
 from finetune.measure.environment import environment
 from finetune.measure.out_of_memory import memory_of
+from finetune.model.adapter_targets import has_experts
 from finetune.model.base_identity import at_recorded_commit, base_identity, recorded_base
-from finetune.model.build import attention_name, load_tokenizer
+from finetune.model.build import attention_name, configuration, load_tokenizer
 from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.optimizer import Schedule
 from finetune.model.packaged import folder_of
@@ -181,6 +182,10 @@ def choose(checked: Checked) -> Choices:
             _note(launch, f"{moved}; this run goes on with its own base, {recipe.model.revision[:12]}")
     recipe = at_recorded_commit(recipe, base)
 
+    if recipe.quantization is not None:
+        from finetune.model.mixtures import refuse_mixture
+
+        refuse_mixture(recipe, checked.strategy, configuration(recipe).to_dict())
     gpus = own_gpus(recipe, launch)
     recipe, recomputation, rows = own_split(recipe, launch, gpus)
     if recipe.training.activation_offloading:
@@ -334,6 +339,8 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
     values = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint, BASE: dict(choices.base)}
     if adapter is not None:
         values |= {"adapter fingerprint": adapter.sha256}
+    if experts := _experts_in(recipe):
+        values["experts"] = experts
     identity = RunIdentity(values, keys_at_default(recipe), _written_before(_recorded_in(recipe), prepared))
     launch, mirror = choices.checked.launch, None
 
@@ -373,6 +380,18 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
 
         trust_code(recipe.model.name_or_path, recipe.model.revision)
     return claim, mirror
+
+
+def _experts_in(recipe: Recipe) -> str:
+    """A mixture's settings that mean something else than in earlier releases, whose runs have none of these words.
+
+    There 4 bits left routed experts in 16, and all-linear gave them adapters.
+    """
+    if recipe.lora is None or not has_experts(configuration(recipe)):
+        return ""
+    packed = recipe.quantization is not None and recipe.quantization.load_in_4bit
+    by_name = recipe.lora.target_modules == "all-linear" and recipe.lora.target_parameters is None
+    return ", ".join(["in 4 bits"] * packed + ["without adapters"] * by_name)
 
 
 def _written_before(run_dir: Path, prepared: dataset.Prepared) -> dict[str, tuple[str, ...]]:

@@ -24,8 +24,8 @@ from finetune.recipe.schema import Recipe
 from tests.support.models.architecture_columns import COLUMNS, cell, right_way
 from tests.support.models.architectures import (
     ARCHITECTURES,
+    NEEDS,
     NO_DECODERS,
-    UNTRIED,
     WAYS,
     Way,
     config_of,
@@ -39,6 +39,7 @@ from tests.support.runs.recipes import least_recipe
 
 # Of each kind of outcome one or more; all of them are slow (ten minutes).
 QUICK = ("llama", "gpt2", "gpt_oss", "cohere", "qwen3_next", "bloom", "falcon", "doge", "cpmant")
+RECORDED_WITH = Version("5.24")  # of transformers
 KNOWN = """
     llama mistral ministral ministral3 qwen2 qwen3 smollm3 phi3 gemma3_text gemma4_text glm4 granite olmo2 olmo3 exaone4
     hunyuan_v1_dense arcee ernie4_5 mixtral qwen3_moe seed_oss gpt_oss gemma2 cohere cohere2 llama4_text qwen3_5_text
@@ -46,12 +47,11 @@ KNOWN = """
 """.split()
 
 
-def test_the_page_is_that_of_the_record_and_lists_all_that_are_tried() -> None:
+def test_the_page_is_that_of_the_record() -> None:
     record = recorded()
     entries = record["architectures"]
     assert PAGE.read_text("utf-8") == page_of(record)
-    assert sorted(entries) == sorted(ARCHITECTURES)
-    assert len(ARCHITECTURES) == 118
+    assert len(entries) == 142
     right = [name for name, entry in entries.items() if entry["ways"][WAYS[0].title]["word"] == "right"]
     assert len(right) >= 90
     assert set(KNOWN) <= set(right)
@@ -65,21 +65,20 @@ def test_the_page_is_that_of_the_record_and_lists_all_that_are_tried() -> None:
         assert columns["plan"] == "planned", name
 
 
-def test_every_decoder_of_transformers_is_in_the_table_or_named_as_missing() -> None:
-    """A release of transformers with a new decoder turns this red by its name: bring it into ARCHITECTURES."""
-    new = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - ARCHITECTURES.keys() - NO_DECODERS - UNTRIED
+def test_every_decoder_of_transformers_is_a_line_of_the_page() -> None:
+    """A release of transformers with a new decoder turns this red by its name: run benchmarks/families.py."""
+    new = ARCHITECTURES.keys() - recorded()["architectures"].keys()
     assert not new, f"transformers {transformers.__version__} has decoders that docs/families.md lacks: {sorted(new)}"
-    assert not (NO_DECODERS | UNTRIED) & ARCHITECTURES.keys()
-    assert not NO_DECODERS & UNTRIED
-    assert all(f"`{name}`" in PAGE.read_text("utf-8") for name in UNTRIED)
+    listed = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    assert listed - NO_DECODERS == ARCHITECTURES.keys()
+    if Version(transformers.__version__) >= RECORDED_WITH:  # an older one has not all of these
+        assert listed >= NO_DECODERS
+        assert ARCHITECTURES.keys() >= NEEDS.keys()
 
 
 def test_golden_masks_are_those_that_there_are() -> None:
     assert {name for names in MASKS.values() for name in names} <= GOLDEN
     assert MASKS.keys() <= ARCHITECTURES.keys()
-
-
-RECORDED_WITH = Version("5.24")  # of transformers
 
 
 @pytest.mark.sample(1, thorough=3)

@@ -25,7 +25,7 @@ from finetune.errors import DoesNotFit, FinetuneError
 from finetune.finished_run import agreement, merging
 from finetune.finished_run.agreement import Agreement, computing_in_float32
 from finetune.finished_run.load import finished_run as opened
-from finetune.finished_run.load import fitting
+from finetune.finished_run.load import fitting, load_adapted
 from finetune.finished_run.merge_command import describe_merge, merge_run
 from finetune.model.build import load_base
 from finetune.recipe.loader import load_recipe, recipe_from_resolved
@@ -272,6 +272,22 @@ def test_over_a_4_bit_base_the_weights_that_training_saw_are_merged(
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "glm4_moe"])
+def test_experts_in_4_bits_are_merged_as_training_saw_them(tmp_path: Path, family: str) -> None:
+    base = save_mixture(tmp_path / "base", family)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    sections: dict[str, Any] = {"model": {"dtype": "float32", "attention": "eager"}, "data": {"packing": False}}
+    quantization = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
+    run = finished_run(tmp_path, base, lora={"target_parameters": targets}, quantization=quantization, **sections)
+    adapted = load_adapted(opened(run), torch.device("cpu"))
+    facts = merge_run(run, dtype="float32", base=None, prompts=3, log=print)
+    assert facts["agreement"]["candidates"]["dequantized"]["top1"] == 1.0
+    torch.testing.assert_close(logits(plain(run / "merged")), logits(adapted), rtol=1e-4, atol=1e-4)
+    assert (logits(adapted) - logits(plain(base))).abs().max() > 0.1
+
+
 def test_over_an_int8_base(tmp_path: Path, bases: dict[str, Path]) -> None:
     run = finished_run(tmp_path, bases["untied"], quantization={"load_in_8bit": True})
     facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)

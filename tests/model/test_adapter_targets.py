@@ -65,8 +65,8 @@ def layers_matrices(model: nn.Module) -> dict[str, int]:
 
 @pytest.mark.sample(1, thorough=4)
 @pytest.mark.parametrize("family", MIXTURES)
-def test_all_linear_reaches_everything_but_routers(bases: dict[str, Path], family: str) -> None:
-    model, found = built(bases[family])
+def test_all_linear_and_experts_by_name_reach_everything_but_routers(bases: dict[str, Path], family: str) -> None:
+    model, found = built(bases[family], target_parameters=EXPERTS)
     every = layers_matrices(plain(bases[family]))
     routers = {name: size for name, size in every.items() if re.search(r"(gate|router)\.weight$", name)}
     assert found["reached_share"] == pytest.approx(1 - sum(routers.values()) / sum(every.values()))
@@ -121,10 +121,10 @@ def test_all_linear_and_excluded_modules(bases: dict[str, Path], tiny_llama: Pat
     assert set(adapted_paths(model)) == expected - {"model.layers.1.self_attn.q_proj"}
     model, _ = built(tiny_llama, exclude_modules=r".*\.mlp\..*")
     assert {path.rpartition(".")[2] for path in adapted_paths(model)} == {f"{name}_proj" for name in "qkvo"}
-    model, _ = built(bases["qwen3_moe"], exclude_modules=["layers.0.mlp.experts"])
-    assert sorted(path for path in adapted_paths(model) if "experts" in path) == [
-        f"model.layers.1.{name}" for name in sorted(EXPERTS)
-    ]
+    model, _ = built(bases["glm4_moe"])
+    named = {path for path in adapted_paths(model) if ".mlp." in path}
+    expected = {f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    assert named == expected | {path.replace("0.mlp.", "1.mlp.shared_experts.") for path in expected}
 
 
 def merged_by_hand(model: nn.Module, base: Mapping[str, Tensor], transposed: bool) -> dict[str, Tensor]:
@@ -155,7 +155,7 @@ def test_experts_learn_what_the_definition_says(bases: dict[str, Path], family: 
     """Loss and gradients of the library's own forward with weights put together by hand."""
     down = r"down_proj(\.weight)?"
     patterns = {"rank_pattern": {down: 2}, "alpha_pattern": {down: 4}}
-    model, _ = built(bases[family], lora_alpha=8, **patterns)
+    model, _ = built(bases[family], lora_alpha=8, target_parameters=EXPERTS, **patterns)
     draw = torch.Generator().manual_seed(3)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.no_grad():
@@ -183,6 +183,7 @@ def test_experts_learn_what_the_definition_says(bases: dict[str, Path], family: 
 def test_an_export_is_loaded_back_by_plain_peft(tmp_path: Path, bases: dict[str, Path], family: str) -> None:
     sections = {"model": {"attention": "eager"}, "data": {"packing": False}}
     lora = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"experts.down_proj": 5}, "use_rslora": True}
+    lora |= {"target_parameters": EXPERTS}
     run = finished_run(tmp_path, bases[family], lora=lora, **sections)
     loaded = PeftModel.from_pretrained(plain(bases[family]), run / "adapter")
     again = PeftModel.from_pretrained(plain(bases[family]), run / "adapter").eval()
@@ -213,10 +214,10 @@ def test_an_export_is_loaded_back_by_plain_peft(tmp_path: Path, bases: dict[str,
             r"matches no parameter .*nearest are mlp.experts.down_p",
         ),
         ("gpt_oss", {"target_modules": ["router"]}, "lora: .*router.* not supported|lora: .*Router"),
-        ("gpt_oss", {"lora_dropout": 0.1}, r"lora_dropout: is 0.1, .*gate_up_proj.*lora.target_parameters: \[\]"),
-        ("mixtral", {"use_dora": True}, r"use_dora: is true, .*lora.target_parameters: \[\]"),
+        ("glm4_moe", {"lora_dropout": 0.1}, r"lora_dropout: is 0.1, .*shared_experts.*lora.target_parameters: \[\]"),
+        ("glm4_moe", {"use_dora": True}, r"use_dora: is true, .*lora.target_parameters: \[\]"),
         (
-            "mixtral",
+            "glm4_moe",
             {"init_lora_weights": "orthogonal"},
             r"is orthogonal, .*lora.target_parameters: \[\]",
         ),

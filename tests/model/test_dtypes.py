@@ -17,6 +17,7 @@ from finetune.model.build import load_base, refuse_early, structure_alone
 from finetune.model.dtypes import widening
 from finetune.recipe.schema import Recipe
 from finetune.train import main
+from tests.support.models.quantised import in_mxfp4, say_quantised
 from tests.support.models.tiny import save_tiny, write_chats
 from tests.support.rows.mixtures import save_mixture
 from tests.support.runs.recipes import least_recipe, tiny_lora, write_recipe
@@ -24,13 +25,6 @@ from tests.support.runs.recipes import least_recipe, tiny_lora, write_recipe
 CPU = torch.device("cpu")
 BLOCK = 32
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-SIZES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of the eight numbers of a sign in four bits (OCP's MX, table 5)
-
-
-def say_quantised(folder: Path, how: dict[str, Any]) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": how}))
 
 
 def in_fp8(folder: Path) -> dict[str, Tensor]:
@@ -45,23 +39,6 @@ def in_fp8(folder: Path) -> dict[str, Tensor]:
         tensors |= {name: eight.view(rows, columns), name.replace("weight", "weight_scale_inv"): scales}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     say_quantised(folder, FP8)
-    return worth
-
-
-def in_mxfp4(folder: Path) -> dict[str, Tensor]:
-    """Store the experts as gpt-oss's are: two numbers a byte, the lower half first, and a power of two for each 32."""
-    tensors, worth = load_file(folder / "model.safetensors"), {}
-    draw = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        codes = torch.randint(16, (experts, outputs, inputs // BLOCK, BLOCK), generator=draw)
-        scales = torch.randint(119, 124, codes.shape[:3], generator=draw)
-        numbers = SIZES[codes % 8] * (1 - 2 * (codes // 8)) * 2.0 ** (scales[..., None] - 127)
-        worth[name] = numbers.view(experts, outputs, inputs).transpose(1, 2)
-        packed = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
-        tensors |= {f"{name}_blocks": packed, f"{name}_scales": scales.to(torch.uint8)}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    say_quantised(folder, MXFP4)
     return worth
 
 

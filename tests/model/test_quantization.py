@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.errors import EnvironmentMismatch, RecipeError
+from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
 from finetune.model.build import bitsandbytes_config, build_model, decoder_parts, load_tokenizer
 from finetune.model.quantization import (
     TENSORS,
@@ -224,6 +224,14 @@ def test_the_adapter_loads_on_a_plain_base(kind: str, tiny_llama: Path, tmp_path
         assert torch.allclose(loaded(tokens).logits, ours(tokens).logits, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_that_a_model_clamps_as_stored_are_refused(device: str, tmp_path: Path) -> None:
+    """Gemma 3n clamps its prediction_coefs in each forward of a training."""
+    save_shaken("gemma3n_text", tmp_path)
+    with pytest.raises(FinetuneError, match=r"altup\.\w+_coefs has \d+ weights.*set quantization: null$"):
+        build_model(quantised_recipe(tmp_path, NF4), torch.device(device))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -336,7 +344,7 @@ def test_a_model_on_meta_has_the_structure_of_the_real_one(kind: str, tiny_llama
     real = build_model(requested, CPU)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_llama), dtype=torch.bfloat16)
-        quantize_structure(base, bitsandbytes_config(requested.quantization))
+        quantize_structure(base, bitsandbytes_config(requested.quantization, base.config))
         config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, target_modules="all-linear")
         hollow = get_peft_model(base, config)
     plain_quantized_weights(real)

@@ -14,7 +14,7 @@ from finetune.closed_form.constants import COMPONENTS
 from finetune.planner.trace.fake_model import host_pages, no_data
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
-from tests.support.memory.planned import Case, cases, differences, models, planned, tracked, tracked_on_ranks
+from tests.support.memory.planned import FAMILIES, Case, cases, differences, models, planned, tracked, tracked_on_ranks
 
 ALL = cases()
 RANKS = cases(("full", "lora"))
@@ -30,9 +30,11 @@ SAMPLE = [
     Case("patterns", "bf16", 0, packed=True, tied=False, micro_steps=1),
     Case("parameters", "bf16", 1, packed=True, tied=False, micro_steps=2),
     Case("experts", "bf16", 1, packed=True, tied=False, micro_steps=1),
+    Case("packed experts", "bf16", 1, packed=True, tied=False, micro_steps=2),
+    *(Case(family, "bf16", 1, packed=True, tied=False, micro_steps=1) for family in FAMILIES),
     *(
         Case(method, "bf16", "selective", packed=True, tied=False, micro_steps=2)
-        for method in ("full", "lora", "qlora", "experts")
+        for method in ("full", "lora", "qlora", "experts", "packed experts")
     ),
 ]
 TILED = [

@@ -18,7 +18,9 @@ from tests.support.runs.curve_table import receipt_of, skip_where_missing
 from tests.support.runs.exports import assert_the_last_step_exports_alike
 from tests.support.runs.one_curve import LENGTHS, STEPS, checkpointed, curve_of, write_curve_recipe
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LORA = {"r": 4, "rank_pattern": {"experts.down_proj": 2, "q_proj": 3}, "loraplus_lr_ratio": 4.0}
+LORA |= {"target_parameters": EXPERTS}
 
 
 @pytest.fixture(scope="module")

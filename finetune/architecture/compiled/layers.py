@@ -314,6 +314,8 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
     layers = _layers(model)
     if not layers:
         return f"{type(model).__name__} has no layers that transformers knows as such"
+    if any(hasattr(module, "finetune_transposed") for module in model.modules()):
+        return "experts in 4 bits are unpacked inside layers, which is not tried with graphs"
     if mixers := run_document_by_document(model):
         return f"{type(mixers[0]).__name__} runs on one document after another"
     config: Any = model.config

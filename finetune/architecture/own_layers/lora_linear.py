@@ -41,6 +41,7 @@ Unpack = Callable[[Any, torch.dtype], Tensor]  # the weight [outputs, inputs] of
 AddGradient = Callable[[Tensor, Tensor], Tensor]
 
 OWN = "own"  # what computes a layer: this module, or peft for a reason
+PACKED = "own, over 4 bits"  # model/packed_experts.py
 # Layers of one module that get the same input, by transformers' names. A layer that gets another one computes alone.
 SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -159,7 +160,7 @@ def _only_peft(layer: Any) -> str | None:
     """Why peft alone computes this layer; None: it need not."""
     base = layer.base_layer
     if hasattr(layer, "parameter_name"):
-        return "experts"
+        return PACKED if getattr(layer, "finetune_packed", False) else "experts"
     if hasattr(getattr(base, "weight", None), "SCB"):  # the scales of bitsandbytes' 8-bit weights
         return "int8"
     if isinstance(base, nn.Embedding):

@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.closed_form.constants import COMPONENTS
 from finetune.closed_form.shape import layer_weights
+from finetune.model.mixtures import MXFP4, stored_format
 from finetune.model.small import decoder_layers, with_layers_alone
 from finetune.planner.depth.repeat_layers import FIRST
 from finetune.planner.trace.timeline import LAYER, Peak, PhaseMemory, Timeline
@@ -187,8 +188,9 @@ def with_layers(recipe: Recipe, config: Mapping[str, Any], layers: int, folder: 
     else:
         chosen = [at % full for at in range(layers)]
     changed = with_layers_alone(config, full, chosen)
-    for key in ("quantization_config", "auto_map"):
-        changed.pop(key, None)
+    changed.pop("auto_map", None)
+    if recipe.quantization is None or stored_format(config) != MXFP4:  # whose experts stay as they are stored
+        changed.pop("quantization_config", None)
     model_folder = folder / f"layers-{layers}"
     model_folder.mkdir(parents=True, exist_ok=True)
     (model_folder / "config.json").write_text(json.dumps(changed), "utf-8")

@@ -29,10 +29,10 @@ class Lora(Section):
     alpha_pattern: dict[str, Scale] = Field({}, description="Other lora_alpha by name or pattern.")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     target_modules: str | list[str] = Field(
-        "all-linear", description="Layers that get an adapter: all-linear (experts too), a pattern, or a list of names."
+        "all-linear", description="Layers that get an adapter: all-linear, a pattern, or a list of names."
     )
     target_parameters: list[str] | None = Field(
-        None, description="Parameters too, as [mlp.experts.down_proj]; null: the experts' under all-linear."
+        None, description="Parameters too: a mixture's experts as [mlp.experts.gate_up_proj, mlp.experts.down_proj]."
     )
     exclude_modules: str | list[str] = Field([], description="Layers that get none: a pattern, or a list of names.")
     modules_to_save: list[str] = Field([], description="More modules, trained in full and saved with the adapter.")

@@ -56,10 +56,19 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 ADAPTERS: dict[str, dict[str, Any]] = {
     "patterns": {"rank_pattern": {"q_proj": 9, "layers.2.mlp.up_proj": 17}, "exclude_modules": ["k_proj"]},
     "parameters": {"target_modules": ["q_proj"], "target_parameters": ["mlp.down_proj.weight", "1.mlp.up_proj.weight"]},
-    "experts": {"rank_pattern": {"experts.down_proj": 2}, "loraplus_lr_ratio": 4.0},
+    "experts": {
+        "rank_pattern": {"experts.down_proj": 2},
+        "loraplus_lr_ratio": 4.0,
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
 }
-MIXED = ("experts",)  # all-linear over a mixture of experts
-QUANTIZATIONS = {"qlora": Quantization(load_in_4bit=True), "int8": Quantization(load_in_8bit=True)}
+ADAPTERS["packed experts"] = ADAPTERS["experts"]
+MIXED = {"experts": "qwen3_moe", "packed experts": "qwen3_moe"}  # methods over a mixture of experts
+FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "llama4_text", "olmoe", "granitemoe")  # in 4 bits, without adapters
+MIXED |= {family: family for family in FAMILIES}
+FOUR_BITS = Quantization(load_in_4bit=True)
+QUANTIZATIONS = {"qlora": FOUR_BITS, "int8": Quantization(load_in_8bit=True), "packed experts": FOUR_BITS}
+QUANTIZATIONS |= dict.fromkeys(FAMILIES, FOUR_BITS)
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class Case:
     def recipe(self, folder: Path) -> Recipe:
         return Recipe(
             model=ModelSection(
-                name_or_path=str(folder / (self.method if self.method in MIXED else "tied" if self.tied else "untied")),
+                name_or_path=str(folder / MIXED.get(self.method, "tied" if self.tied else "untied")),
                 attention="auto" if self.packed else "sdpa",
             ),
             quantization=QUANTIZATIONS.get(self.method),
@@ -134,7 +143,8 @@ def models(folder: Path, layers: int = 3) -> Path:
     """The two models of the grid, and one of experts."""
     for name in ("tied", "untied"):
         save_tiny(folder / name, tie_word_embeddings=name == "tied", num_hidden_layers=layers)
-    save_mixture(folder / "experts", "qwen3_moe")
+    for family in {*MIXED.values()}:
+        save_mixture(folder / family, family)
     return folder
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, refuse_early
@@ -53,56 +54,70 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("attention_probs_dropout_prob", "router_jitter_noise", "input_jitter_noise"), 0.0),
 }
 LATENT: dict[str, Any] = {"num_key_value_heads": 4}  # latent attention has as many as heads
+LATENT_ATTENTION = """
+    axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots3_note_text glm4_moe_lite glm_moe_dsa longcat_flash minicpm3
+    sarvam_mla youtu
+"""
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
-# Of these, what SMALL says; of the others, what they need beside it.
-PLAIN = """
-    afmoe apertus arcee bailing_hybrid biogpt bitnet bloom codegen cohere cpmant ctrl cwm deepseek_v4 diffllama doge
-    dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma gemma2 glm
-    glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe
-    granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling_text
-    internlm3 iquestcoder jais2 jetmoe kolibri1 lfm3 llama mamba mamba2 mimo_v2_flash minimax minimax_m2
-    minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder mpt nanochat nemotron nemotron_h olmo
-    olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2_moe qwen3 qwen3_5_moe_text
-    qwen3_5_text qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss smollm3 solar_open stablelm starcoder2
-    vaultgemma xglm xlstm
-""".split()
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    **{name: {} for name in PLAIN},
-    **dict.fromkeys("axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa youtu".split(), LATENT),
+UNPADDED = {"unpadded_vocab_size": 97, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
+ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+PATCHED = {"hidden_size": 32, "hidden_size_global": 32, "intermediate_size": 64}
+PATCHED |= {"num_attention_heads": 4, "num_hidden_layers": 2}
+# What an architecture needs beside SMALL.
+NEEDS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(LATENT_ATTENTION.split(), LATENT),
     **dict.fromkeys("cohere2 laguna mellum".split(), WINDOWS),
     **dict.fromkeys("lfm2 lfm2_moe".split(), CONVOLUTIONS),
+    **dict.fromkeys("inkling2_text inkling2_loop_text".split(), UNPADDED),
     "bamba": {"attn_layer_indices": [1, 3]},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    # Four decoders in one: bytes, patches, and the model that finds the patches.
+    "blt": {
+        "encoder_hash_byte_group_vocab": 32,
+        "patch_in_forward": False,
+        **{f"{part}_config": PATCHED for part in ("encoder", "decoder", "global", "patcher")},
+    },
+    "cohere_compass_text": {**WINDOWS, "rope_parameters": dict.fromkeys(WINDOWS["layer_types"], ROTARY)},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots3_note_text": {**LATENT, "use_sliding_window": False},
     "gemma3_text": {**WINDOWS, "query_pre_attn_scalar": 24},  # a scale that is not that of its head's width
+    "gemma3n_text": {**WINDOWS, "num_kv_shared_layers": 0},
     # Its scores are not scaled: rounding grows with each layer, and four are beyond the bound where all is right.
     "gemma4_text": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {**LATENT, **LINEAR, "linear_head_dim": 8, "linear_num_heads": 4},
     # Chunks shorter than the longest document, and a temperature that changes within it.
     "llama4_text": {"attention_chunk_size": 7, "floor_scale": 4},
-    "kimi_linear": {**LATENT, **LINEAR, "linear_head_dim": 8, "linear_num_heads": 4},
     "qwen2": {**WINDOWS, "use_sliding_window": True},
+    "qwen4_exp_text": {
+        **LINEAR,
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+        **{"indexer_budget": 8, "indexer_compress_ratio": 2},
+    },
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},  # it takes no other
 }
 # In transformers' mapping of causal language models, and not a decoder of texts that a recipe could name: encoders,
 # decoders of an encoder's output, models of sounds and pictures, and whole multimodal models, whose text part counts.
+# gpt-sw3 is GPT-2 by another name.
 NO_DECODERS = set(
     """
     bart beam bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text
     dots3_note electra emu3 ernie fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified
-    gemma4_unified_assistant git got_ocr2 llama4 marian mbart megatron-bert mllama moshi moss_transcribe_diarize
-    musicgen musicgen_melody mvp pegasus phi4_multimodal plbart prophetnet qwen3_5 qwen3_5_moe qwen4_exp reformer
-    rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod
+    gemma4_unified_assistant git got_ocr2 gpt-sw3 llama4 marian mbart megatron-bert mllama moshi
+    moss_transcribe_diarize musicgen musicgen_melody mvp pegasus phi4_multimodal plbart prophetnet qwen3_5 qwen3_5_moe
+    qwen4_exp reformer rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta
+    xlm-roberta-xl xlnet xmod
 """.split()
 )
-# Decoders that nobody has brought into the table yet. A training tries each one, as it tries any other.
-UNTRIED = set(
-    """
-    apertus1p5_text aria_text blt cohere2_moe cohere_compass_text dbrx dory dots3_note_text exaone gemma3n_text
-    gemma4_unified_text gpt-sw3 gpt_neo granitemoe_swa hrm_text inkling2_loop_text inkling2_text lara_mini longcat_flash
-    minicpm3 qwen4_exp_text sarvam_mla sarvam_moe zamba zaya
-""".split()
-)
+# transformers' own list: a decoder of a new release is a line of the table as soon as benchmarks/families.py has run.
+ARCHITECTURES = {name: NEEDS.get(name, {}) for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - NO_DECODERS)}
 LENGTHS = (5, 20, 2, 13)  # tokens of the documents: below and above the window
 BOUND = 1e-5
 
@@ -139,20 +154,20 @@ class Outcome:
         return "refused" if self.refusal else "right" if self.worst <= 1 else "WRONG"
 
 
-def config_of(name: str) -> PreTrainedConfig:
+def config_of(name: str, **changes: Any) -> PreTrainedConfig:
     kind = CONFIG_MAPPING[name]
     other = dict(kind.attribute_map)
     known = {field.name for field in fields(kind)} | set(other)  # type: ignore[arg-type]  # transformers makes them so
     settings = {key: value for key, value in SMALL.items() if key in known and other.get(key) not in SMALL}
-    return kind(**settings | ARCHITECTURES[name])
+    return kind(**settings | ARCHITECTURES[name] | changes)
 
 
-def save_shaken(name: str, folder: Path) -> None:
+def save_shaken(name: str, folder: Path, **changes: Any) -> None:
     """Weights far from where training starts: biases and norms, sinks and decays too, which begin at 0 or 1."""
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config_of(name, **changes), dtype=torch.float32)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.models.architecture_columns import COLUMNS, Cell
-from tests.support.models.architectures import UNTRIED, WAYS, Outcome, Way
+from tests.support.models.architectures import WAYS, Outcome, Way
 from tests.support.models.chat_families import FAMILIES
 from tests.support.models.thinking_families import THINKING
 from tests.support.runs.cells import ROOT
@@ -17,9 +17,9 @@ PAGE = ROOT / "docs" / "families.md"
 RECORD = ROOT / "benchmarks" / "results" / "families.json"
 HEAD = """# Architectures
 
-`benchmarks/families.py` measured every line with transformers {version}. `tests/architecture/test_families.py` and
-`tests/planner/test_families_planned.py` repeat it. {right} of {count} architectures train correctly in rows with several
-documents, {unpacked} more in rows with one; {refused} are refused.
+`python benchmarks/families.py` writes this page. Its lines are the decoders in transformers {version}'s own list of causal
+models. `tests/architecture/test_families.py` and `tests/planner/test_families_planned.py` repeat them. {right} of {count}
+architectures train correctly in rows with several documents, {unpacked} more in rows with one; {refused} are refused.
 
 An architecture is trained correctly or refused in one line, before its weights are read. *Right* means: a tiny model with
 random weights has the loss and gradients of the library's own eager forward on one document at a time, to 1e-5 in float32.
@@ -28,16 +28,17 @@ A trial of the architecture itself decides (`finetune/architecture/trial.py`), s
 | column | what was measured |
 |---|---|
 | packed, unpacked | *right* with each `model.attention`, or with those in brackets. *auto* is document-isolated attention, with sinks, soft caps, windows, chunks and dropout; layers with a state run on one document after another |
-| adapters | the share of matrix weights that `lora.target_modules: all-linear` reaches, with experts, from the tiny model's receipt |
-| 4-bit | their share in 4 bits under `quantization.load_in_4bit`; loss and adapter gradients equal those of a dequantised base, to 1e-5, on a CPU. This kit quantises linear layers only: experts that are one parameter stay in 16 bits |
+| adapters | the share of matrix weights that `lora.target_modules: all-linear` reaches, from the tiny model's receipt |
+| 4-bit | their share in 4 bits under `quantization.load_in_4bit`; loss and adapter gradients equal those of a dequantised base, to 1e-5, on a CPU |
+| experts | the share of experts' weights in 4 bits under the same setting; `-`: no parameter holds all experts of a layer |
 | plan | `finetune plan` plans LoRA on one GPU for the tiny model, with its weights to the byte |
 | rehearsal | `finetune rehearse`'s small model of the default configuration trains for a step |
 | mask | families whose chat templates have hand-written masks in `tests/tokens`. The mask follows from the template, so every architecture can be trained on chats |
 
 `-` in other columns: the architecture is refused, so nothing else was tried.
 
-| architecture | packed | unpacked | adapters | 4-bit | plan | rehearsal | mask | remarks |
-|---|---|---|---|---|---|---|---|---|
+| architecture | packed | unpacked | adapters | 4-bit | experts | plan | rehearsal | mask | remarks |
+|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501  # a table's row is one line
 # Architectures of the models whose templates are among those of the golden masks.
 MASKS: dict[str, tuple[str, ...]] = {
@@ -55,6 +56,7 @@ GOLDEN = {*FAMILIES, *THINKING}
 OF_COLUMNS = {
     "adapters": "adapters leave out ",
     "4-bit": "4-bit leaves in 16 bits ",
+    "experts": "experts: ",
     "plan": "plan: ",
     "rehearsal": "rehearsal: ",
 }
@@ -77,9 +79,6 @@ def words_of(entry: Mapping[str, Any]) -> dict[str, tuple[str, str | None]]:
     return {title: (way["word"], way["refusal"]) for title, way in entry["ways"].items()}
 
 
-OF_UNTRIED = "A training tries every architecture, so these are trained correctly or refused too."
-
-
 def page_of(record: Mapping[str, Any]) -> str:
     """docs/families.md."""
     entries = record["architectures"]
@@ -87,9 +86,7 @@ def page_of(record: Mapping[str, Any]) -> str:
     either = [name for name, entry in entries.items() if _words(entry, packing=True) or _words(entry, packing=False)]
     figures = {"right": len(packed), "unpacked": len(either) - len(packed), "refused": len(entries) - len(either)}
     head = HEAD.format(version=record["transformers"], count=len(entries), **figures)
-    untried = ", ".join(f"`{name}`" for name in sorted(UNTRIED))
-    table = "".join(line_of(name, entry) for name, entry in sorted(entries.items()))
-    return f"{head}{table}\nDecoders in transformers' own list that are not in the table yet: {untried}. {OF_UNTRIED}\n"
+    return head + "".join(line_of(name, entry) for name, entry in sorted(entries.items()))
 
 
 def line_of(name: str, entry: Mapping[str, Any]) -> str:
@@ -97,7 +94,14 @@ def line_of(name: str, entry: Mapping[str, Any]) -> str:
     columns = entry["columns"]
     shown = {column: columns[column][0] if column in columns else "-" for column in COLUMNS}
     cells = [_right(_words(entry, packing=packing)) for packing in (True, False)]
-    cells += [shown["adapters"], shown["4-bit"], shown["plan"], shown["rehearsal"], ", ".join(MASKS.get(name, "-"))]
+    cells += [
+        shown["adapters"],
+        shown["4-bit"],
+        shown["experts"],
+        shown["plan"],
+        shown["rehearsal"],
+        ", ".join(MASKS.get(name, "-")),
+    ]
     return f"| {name} | {' | '.join(cells)} | {_remarks(entry)} |\n"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from finetune.recipe.schema import Recipe
@@ -19,6 +21,33 @@ NF4_CODE = [
 ]  # fmt: skip
 FP4_CODE = [0.0, 0.0052083333, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4]
 FP4_CODE += [-number for number in FP4_CODE]
+
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+SIZES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of the eight numbers of a sign in four bits (OCP's MX, table 5)
+BLOCK = 32
+
+
+def say_quantised(folder: Path, how: dict[str, Any]) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": how}))
+
+
+def in_mxfp4(folder: Path) -> dict[str, Tensor]:
+    """Store the experts as gpt-oss's are: two numbers a byte, the lower half first, and a power of two for each 32."""
+    tensors, worth = load_file(folder / "model.safetensors"), {}
+    draw = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        codes = torch.randint(16, (experts, outputs, inputs // BLOCK, BLOCK), generator=draw)
+        scales = torch.randint(119, 124, codes.shape[:3], generator=draw)
+        numbers = SIZES[codes % 8] * (1 - 2 * (codes // 8)) * 2.0 ** (scales[..., None] - 127)
+        worth[name] = numbers.view(experts, outputs, inputs).transpose(1, 2)
+        packed = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+        tensors |= {f"{name}_blocks": packed, f"{name}_scales": scales.to(torch.uint8)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    say_quantised(folder, MXFP4)
+    return worth
 
 
 def quantised_recipe(folder: Path, quantization: dict[str, Any] | None, dtype: str = "float32", **lora: Any) -> Recipe:
