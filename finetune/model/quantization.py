@@ -30,7 +30,7 @@ TENSORS = {
     "quant_nested_code": "state2.code",
 }
 BLOCK, NESTED_BLOCK = 64, 256  # weights a scale, scales a second scale: bitsandbytes' own
-PIECE = 2**22  # numbers: 80 MiB beside them
+PIECE = 2**20  # numbers: 20 MiB beside them
 
 
 def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
