@@ -70,7 +70,7 @@ class Quantizer(Bnb4BitHfQuantizer):
 
     def get_weight_conversions(self) -> list[Any]:
         conversions = list(super().get_weight_conversions())  # type: ignore[no-untyped-call]
-        if getattr(self.quantization_config, "experts_stored", None) == MXFP4:
+        if vars(self.quantization_config)["experts_stored"] == MXFP4:
             for name in ("gate_up_proj", "down_proj"):
                 keep = _KeepMxfp4(self.quantization_config)
                 conversions.append(WeightConverter([f"{name}_blocks", f"{name}_scales"], name, [keep]))
@@ -175,24 +175,21 @@ def pack_experts(model: PreTrainedModel, config: Any) -> None:
     Raises FinetuneError for experts that compute in an unknown way.
     """
     modules: dict[str, dict[str, ExpertsShape]] = {}
-    for path, parameter in model.named_parameters():
-        if (shape := getattr(parameter, "finetune_experts", None)) is not None:
-            modules.setdefault(path.rpartition(".")[0], {})[path.rpartition(".")[2]] = shape
-    for path, parameter in expert_parameters(model).items():
-        modules.setdefault(path.rpartition(".")[0], {})[path.rpartition(".")[2]] = cast(
-            ExpertsShape, tuple(parameter.shape)
-        )
+    quantised = {name: weight for name, weight in model.named_parameters() if hasattr(weight, "finetune_experts")}
+    for path, weight in (quantised | expert_parameters(model)).items():
+        owner, _, name = path.rpartition(".")
+        modules.setdefault(owner, {})[name] = getattr(weight, "finetune_experts", None) or tuple(weight.shape)
     transposed: dict[type, bool] = {}
     for path, shapes in modules.items():
         experts: Any = model.get_submodule(path)
         if type(experts) not in transposed:
             transposed[type(experts)] = _is_transposed(experts, shapes, f"{type(model).__name__}: {path}")
-        for name, (count, rows, columns) in shapes.items():
-            if getattr(config, "experts_stored", None) == MXFP4:
-                layer = Mxfp4Experts((count, rows, columns), getattr(experts, name), config)
+        for name, shape in shapes.items():
+            if config.experts_stored == MXFP4:
+                layer = Mxfp4Experts(shape, getattr(experts, name), config)
             else:
-                layer = four_bit_layer(count * rows, columns, getattr(experts, name), config)
-            layer.finetune_experts = count, rows, columns
+                layer = four_bit_layer(shape[0] * shape[1], shape[2], getattr(experts, name), config)
+            layer.finetune_experts = shape
             delattr(experts, name)
             setattr(experts, name, layer)
         experts.finetune_transposed = transposed[type(experts)]
