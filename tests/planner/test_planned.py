@@ -48,6 +48,7 @@ OFFLOADED = [
     Case("qlora", "bf16", 1, packed=True, tied=False, micro_steps=2, offloads=True),
     Case("lora", "pure_bf16", 1, packed=True, tied=True, micro_steps=1, offloads=True),
     Case("full", "bf16", 1, packed=True, tied=False, micro_steps=2, offloads=True),
+    Case("qlora", "bf16", 1, packed=True, tied=False, micro_steps=2, offloads=True, tile=8),
 ]
 
 
