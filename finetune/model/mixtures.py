@@ -9,8 +9,8 @@ from finetune.errors import FinetuneError
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 
-# Their experts compute in a way that model/packed_experts.py does not know: a trial of a small copy found it, and DBRX's
-# are matrices with all experts' rows.
+# Their experts compute in a way that model/packed_experts.py does not know: a trial of a small copy found it, and
+# DBRX's are matrices with all experts' rows.
 NOT_IN_FOUR_BITS = ("dbrx", "inkling", "inkling_text", "jetmoe")
 MXFP4 = "mxfp4"
 

@@ -45,9 +45,9 @@ METHOD = "finetune_experts"  # transformers' name of the quantizer below
 MXFP4_GROUP = 32  # numbers of one scale
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 RANK_MULTIPLE = 8  # grouped products take rows of whole 16 bytes
-LARGEST_DIFFERENCE = 1e-4  # of a small copy, in float32, from the library's own forward
+LARGEST_OF_COPY = 1e-4  # of a small copy, in float32, from the library's own forward
 
-Shape = tuple[int, int, int]
+ExpertsShape = tuple[int, int, int]
 WeightOf = Callable[[torch.dtype], Tensor]  # [experts, inputs, outputs] in that format
 Adapter = tuple[Tensor, Tensor, float]  # [experts, inputs, rank], [experts, rank, outputs], scale
 
@@ -70,7 +70,7 @@ class Quantizer(Bnb4BitHfQuantizer):
 
     def get_weight_conversions(self) -> list[Any]:
         conversions = list(super().get_weight_conversions())  # type: ignore[no-untyped-call]
-        if getattr(self.quantization_config, "experts_stored", None) == MXFP4:
+        if vars(self.quantization_config)["experts_stored"] == MXFP4:
             for name in ("gate_up_proj", "down_proj"):
                 keep = _KeepMxfp4(self.quantization_config)
                 conversions.append(WeightConverter([f"{name}_blocks", f"{name}_scales"], name, [keep]))
@@ -101,7 +101,7 @@ class Mxfp4Experts(nn.Module):
         a byte     the number at an even place in its low half, the next one in its high half
     """
 
-    def __init__(self, shape: Shape, weight: Tensor, config: Any) -> None:
+    def __init__(self, shape: ExpertsShape, weight: Tensor, config: Any) -> None:
         super().__init__()
         count, inputs, outputs = self.finetune_experts = shape
         self.in_features, self.out_features = outputs, count * inputs
@@ -174,23 +174,22 @@ def pack_experts(model: PreTrainedModel, config: Any) -> None:
 
     Raises FinetuneError for experts that compute in an unknown way.
     """
-    modules: dict[str, dict[str, Shape]] = {}
-    for path, parameter in model.named_parameters():
-        if (shape := getattr(parameter, "finetune_experts", None)) is not None:
-            modules.setdefault(path.rpartition(".")[0], {})[path.rpartition(".")[2]] = shape
-    for path, parameter in expert_parameters(model).items():
-        modules.setdefault(path.rpartition(".")[0], {})[path.rpartition(".")[2]] = cast(Shape, tuple(parameter.shape))
+    modules: dict[str, dict[str, ExpertsShape]] = {}
+    quantised = {name: weight for name, weight in model.named_parameters() if hasattr(weight, "finetune_experts")}
+    for path, weight in (quantised | expert_parameters(model)).items():
+        owner, _, name = path.rpartition(".")
+        modules.setdefault(owner, {})[name] = getattr(weight, "finetune_experts", None) or tuple(weight.shape)
     transposed: dict[type, bool] = {}
     for path, shapes in modules.items():
         experts: Any = model.get_submodule(path)
         if type(experts) not in transposed:
             transposed[type(experts)] = _is_transposed(experts, shapes, f"{type(model).__name__}: {path}")
-        for name, (count, rows, columns) in shapes.items():
-            if getattr(config, "experts_stored", None) == MXFP4:
-                layer = Mxfp4Experts((count, rows, columns), getattr(experts, name), config)
+        for name, shape in shapes.items():
+            if config.experts_stored == MXFP4:
+                layer = Mxfp4Experts(shape, getattr(experts, name), config)
             else:
-                layer = four_bit_layer(count * rows, columns, getattr(experts, name), config)
-            layer.finetune_experts = count, rows, columns
+                layer = four_bit_layer(shape[0] * shape[1], shape[2], getattr(experts, name), config)
+            layer.finetune_experts = shape
             delattr(experts, name)
             setattr(experts, name, layer)
         experts.finetune_transposed = transposed[type(experts)]
@@ -402,7 +401,7 @@ def _summed(sorted_rows: Tensor, order: Tensor, top: int) -> Tensor:
     return sorted_rows[inverse].view(len(order) // top, top, -1).sum(1)
 
 
-def _is_transposed(experts: Any, shapes: Mapping[str, Shape], place: str) -> bool:
+def _is_transposed(experts: Any, shapes: Mapping[str, ExpertsShape], place: str) -> bool:
     """Whether parameters are [experts, inputs, outputs]. Found on a small copy with drawn weights, in float32.
 
     Raises FinetuneError if neither way gives the outputs of the experts' own forward.
@@ -411,7 +410,7 @@ def _is_transposed(experts: Any, shapes: Mapping[str, Shape], place: str) -> boo
     if len(shapes) == 2 and set(shapes) <= set(PROJECTIONS) and "down_proj" in shapes:
         for transposed in (False, True):
             try:
-                if (difference := _difference(experts, shapes, transposed)) <= LARGEST_DIFFERENCE:
+                if (difference := _difference(experts, shapes, transposed)) <= LARGEST_OF_COPY:
                     return transposed
                 reason = f"a small copy differs by {difference:.1g}"
             except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
@@ -422,7 +421,7 @@ def _is_transposed(experts: Any, shapes: Mapping[str, Shape], place: str) -> boo
     )
 
 
-def _difference(experts: Any, shapes: Mapping[str, Shape], transposed: bool) -> float:
+def _difference(experts: Any, shapes: Mapping[str, ExpertsShape], transposed: bool) -> float:
     """The relative difference of the output from the library's own forward. No gradient is asked for: a process whose
     autograd has run knows no fake device any more.
     """

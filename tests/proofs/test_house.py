@@ -510,7 +510,7 @@ UNWRITTEN = {
     "Hub": "private revision",
     "Kto": "reference",
     "Lora": "alpha_pattern exclude_modules init_lora_weights loraplus_lr_ratio modules_to_save on_top rank_pattern"
-    " target_parameters use_dora use_rslora",
+    " use_dora use_rslora",
     "ModelSection": "adapter_revision add_special_tokens add_tokens load_in_fp8 trust_remote_code",
     "Quantization": "bnb_4bit_quant_type bnb_4bit_use_double_quant",
     "Recipe": "logging_steps measure_phases save_total_limit timeout_seconds",
