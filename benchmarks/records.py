@@ -39,6 +39,7 @@ DEPENDS = {
     "float8": (*STEP, "recipes/quickstart.yaml", "benchmarks/float8.py"),
     "gpu": (*STEP, *PLAN, "benchmarks/gpu_checks.py", "benchmarks/gpu_proofs.py", "benchmarks/gpu_recipes.py"),
     "gpu_h100": (*STEP, *PLAN, "benchmarks/gpu_checks.py", "benchmarks/gpu_recipes.py"),
+    "mixture_load": ("finetune/model", "benchmarks/mixture_load.py"),
     "one_curve": (*STEP, "finetune/strategies", "finetune/tokens", "benchmarks/one_curve.py"),
     "parity": (*STEP, "finetune/tokens", "benchmarks/parity.py", "benchmarks/parity_peer.py"),
     "plan_recipes": (*PLAN, "finetune/probe"),

@@ -279,7 +279,9 @@ def _remedy(name: str, model: PreTrainedModel) -> str:
     named = [kind for kind in kinds if not kind.isdigit()]
     if name in named:  # a list's name where a pattern stands
         return f"a pattern matches whole paths: write [{name}]"
-    experts = dict.fromkeys(map(kind_of, ends_of(expert_parameters(model), name)))
+    last = {path.rpartition(".")[2] for path in expert_parameters(model)}
+    near = get_close_matches(name, last, n=1, cutoff=0.7)  # gate_up_proj for gate_proj and up_proj of transformers 4
+    experts = dict.fromkeys(map(kind_of, ends_of(expert_parameters(model), near[0] if near else name)))
     if experts:
         return f"it is a parameter of the experts: write lora.target_parameters: [{', '.join(experts)}]"
     if close := get_close_matches(name.rpartition(".")[2], named, n=3):

@@ -307,3 +307,13 @@ def test_names_of_single_layers_are_seen() -> None:
         assert Lora(target_modules=modules).names_single_layers, modules
     for modules in ("all-linear", ["w1", "dense_4h_to_h"], r".*layers\.\d+\..*_proj"):
         assert not Lora(target_modules=modules).names_single_layers, modules
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "gate_up_proj"])
+def test_names_of_a_matrix_for_each_expert_are_answered_with_the_parameter_of_all(
+    bases: dict[str, Path], name: str
+) -> None:
+    """transformers 4 had a layer for each expert, and many recipes still name gate_proj and up_proj."""
+    line = f"{name} matches no module .*write lora.target_parameters: \\[mlp.experts.gate_up_proj\\]"
+    with pytest.raises(FinetuneError, match=line):
+        refuse_early(least_recipe(bases["gpt_oss"], lora={"target_modules": ["q_proj", name]}))

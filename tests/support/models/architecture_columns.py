@@ -63,7 +63,7 @@ class Cell:
 def refused(error: FinetuneError) -> Cell:
     """The kit's line, without the model's name, which the table's own line has."""
     line = re.sub(r"^model\.name_or_path: \S+:? (this architecture )?", "", str(error))
-    return Cell("refused", re.sub(r"; rehearse with a small local model.*", "", line))
+    return Cell("refused", re.sub(r"; rehearse with a small local model.*|(?<=weights) of \S+", "", line))
 
 
 def right_way(found: Mapping[Way, Outcome]) -> Way | None:
