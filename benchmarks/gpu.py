@@ -87,8 +87,8 @@ CALLS = {
     4: ("dpo", "dpo:eager", "generate", "two_ranks"),  # references compiled; answers; collectives, FSDP2 over NCCL
     5: ("proofs",),  # the CPU's curves, resumes bitwise
     6: ("llama3_8b_lora_1x80gb:again", "peer"),  # a second start; another trainer on the same rows
-    7: ("qwen3_30b_a3b_qlora_1x24gb",),  # experts in 4 bits
-    8: ("llama3_8b_qlora_32k_1x24gb",),  # hidden states in host memory
+    7: ("qwen3_30b_a3b_qlora_code_1x24gb",),  # experts in 4 bits
+    8: ("qwen3_8b_qlora_long_1x24gb",),  # hidden states in host memory
 }
 # The most telling first; nine minutes reach the two of 8B. A recipe that is not named here comes after these.
 FIRST = (

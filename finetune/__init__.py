@@ -6,9 +6,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finetune.python_api import TrainedRun as TrainedRun
-    from finetune.python_api import fit as fit
-    from finetune.python_api import load as load
+    from finetune.cli.python_api import TrainedRun as TrainedRun
+    from finetune.cli.python_api import fit as fit
+    from finetune.cli.python_api import load as load
 
 __version__ = "1.0.0"
 DISTRIBUTION = "finetune-recipes"  # on the package index `finetune` is another project
@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 def __getattr__(name: str) -> Any:
     if name in ("TrainedRun", "fit", "load"):
-        from finetune import python_api
+        from finetune.cli import python_api
 
         return getattr(python_api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

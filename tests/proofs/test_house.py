@@ -38,7 +38,7 @@ FLOORS = [
     ["training"],
     ["planner", "preflight", "finished_run", "new_recipe"],
     ["train"],
-    ["cli", "python_api"],
+    ["cli"],
 ]
 # Entered by verbs and by each other; a training needs none of them.
 ANNEXES = ("planner", "preflight", "finished_run", "importers", "new_recipe")
@@ -46,7 +46,7 @@ ANNEXES = ("planner", "preflight", "finished_run", "importers", "new_recipe")
 PLANNER_FLOORS = [["planner.trace"], ["planner.depth"], ["planner"]]
 # These import no torch, not through others either, so that checking a recipe, listing recipes and help are instant.
 LIGHT = """
-errors output_stream paths redaction trial_limit wording files train untrusted python_api
+errors output_stream paths redaction trial_limit wording files train untrusted
 recipe data importers new_recipe preflight cli closed_form scoring
 launch.cpu_memory launch.gpu_environment launch.launcher launch.local_ranks launch.script launch.signals launch.slurm
 launch.with_parent

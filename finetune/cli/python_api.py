@@ -40,8 +40,6 @@ from finetune.run_folder.facts import read_run, require_run_folder
 if TYPE_CHECKING:
     import pandas
 
-    from finetune.finished_run.chat import ChatSession
-
 ENDINGS = {error.exit_code: error for error in (FinetuneError, DoesNotFit, EnvironmentMismatch, RankLost, Stopped)}
 LINES_OF_AN_ERROR = 100
 
@@ -84,10 +82,10 @@ class TrainedRun:
         from finetune.finished_run import GenerationSettings
 
         settings = GenerationSettings(max_new_tokens, temperature)
-        return self._session.reply(self._session.tuned, text, settings)
+        return str(self._session.reply(self._session.tuned, text, settings))
 
     @cached_property
-    def _session(self) -> ChatSession:
+    def _session(self) -> Any:
         from finetune.finished_run import open_run
 
         with silenced():
