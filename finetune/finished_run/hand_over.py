@@ -26,12 +26,12 @@ from finetune.finished_run.merge_command import whole_model
 from finetune.finished_run.own_folder import refuse_foreign, write_record
 from finetune.finished_run.vllm import lora_options, why_merged
 from finetune.model.build import configuration
-from finetune.model.mixtures import MXFP4, stored_format
 from finetune.model.packaged import resolve_model_path
 from finetune.model.text_part import auto_class
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import GENERATION
 from finetune.tokens.conversation import Conversation
+from finetune.untrusted.config_sizes import MXFP4, stored_format
 from finetune.untrusted.model_folder import ADAPTER_WEIGHTS, look_at_adapter
 from finetune.untrusted.safetensors_header import read_header
 

@@ -26,9 +26,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
-from finetune.model.mixtures import expert_counts
 from finetune.recipe.schema import Lora
 from finetune.recipe.sections.lora import ends_of, without_adapters
+from finetune.untrusted.config_sizes import expert_counts
 from finetune.untrusted.model_folder import patterns_of
 from finetune.untrusted.programs import refuse_slow_patterns
 from finetune.wording import counted

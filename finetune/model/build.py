@@ -29,7 +29,6 @@ from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_targets import has_experts, language_model_path
 from finetune.model.dtypes import widening
-from finetune.model.mixtures import MXFP4, stored_format
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
 from finetune.model.packaged import folder_of, resolve_model_path
 from finetune.model.quantization import (
@@ -42,6 +41,7 @@ from finetune.model.quantization import (
 from finetune.model.stored_structure import as_stored, fetch_weights
 from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
 from finetune.recipe.schema import Quantization, Recipe
+from finetune.untrusted.config_sizes import MXFP4, stored_format
 from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.untrusted.model_folder import look_at_config, look_at_model
 from finetune.wording import install_command

@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from finetune.errors import FinetuneError
-from finetune.model.mixtures import MXFP4
 from finetune.recipe.schema import Recipe
+from finetune.untrusted.config_sizes import MXFP4
 
 # training.mixed_precision -> the format of the computation; None: that of the weights.
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}

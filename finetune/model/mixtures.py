@@ -8,25 +8,11 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
+from finetune.untrusted.config_sizes import MXFP4, expert_counts, stored_format
 
 # Their experts compute in a way that model/packed_experts.py does not know: a trial of a small copy found it, and
 # DBRX's are matrices with all experts' rows.
 NOT_IN_FOUR_BITS = ("dbrx", "inkling", "inkling_text", "jetmoe")
-MXFP4 = "mxfp4"
-
-
-def expert_counts(config: Mapping[str, Any]) -> set[int]:
-    """The numbers under keys that speak of experts, in this section of a configuration and in those below it."""
-    below = (value for value in config.values() if isinstance(value, dict))
-    here = {value for key, value in config.items() if "expert" in str(key) and type(value) is int}
-    return here.union(*map(expert_counts, below))
-
-
-def stored_format(config: Mapping[str, Any]) -> str | None:
-    """The number format with scales that a base's files have."""
-    stored = config.get("quantization_config") or {}
-    method: str | None = stored.get("quant_method", "bitsandbytes" if stored.get("load_in_4bit") else None)
-    return method
 
 
 def refuse_mixture(recipe: Recipe, strategy: Strategy, config: Mapping[str, Any] | None) -> None:

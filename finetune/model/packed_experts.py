@@ -38,8 +38,8 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from finetune.architecture.attention import AMPERE
 from finetune.errors import FinetuneError
 from finetune.model.adapter_targets import expert_parameters
-from finetune.model.mixtures import MXFP4
 from finetune.model.quantization import four_bit_layer, four_bit_weight, unpacked_weight
+from finetune.untrusted.config_sizes import MXFP4
 
 METHOD = "finetune_experts"  # transformers' name of the quantizer below
 MXFP4_GROUP = 32  # numbers of one scale

@@ -26,6 +26,7 @@ MODEL_SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), EXPERTS),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "sliding_window"), POSITIONS),
 }
+MXFP4 = "mxfp4"
 # A model may have none of these.
 MAY_BE_ZERO = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "sliding_window")
 MOST_PARAMETERS = 10**14  # a hundred times the largest known model
@@ -128,3 +129,17 @@ def _parameters(section: Mapping[str, Any]) -> float:
     experts = max(1.0, largest("num_experts", "num_local_experts", "n_routed_experts"))
     every_layer = 3 * hidden * inner * experts + 4 * hidden * max(attention, 1.0)
     return layers * every_layer + 2 * largest("vocab_size") * hidden
+
+
+def expert_counts(config: Mapping[str, Any]) -> set[int]:
+    """The numbers under keys that speak of experts, in this section of a configuration and in those below it."""
+    below = (value for value in config.values() if isinstance(value, dict))
+    here = {value for key, value in config.items() if "expert" in str(key) and type(value) is int}
+    return here.union(*map(expert_counts, below))
+
+
+def stored_format(config: Mapping[str, Any]) -> str | None:
+    """The number format with scales that a base's files have."""
+    stored = config.get("quantization_config") or {}
+    method: str | None = stored.get("quant_method", "bitsandbytes" if stored.get("load_in_4bit") else None)
+    return method
