@@ -35,6 +35,7 @@ DEPENDS = {
     "checker": (*STEP, "finetune/finished_run", "finetune/scoring", "benchmarks/checker.py"),
     "classes": (*STEP, "finetune/finished_run/options.py", "benchmarks/classes.py"),
     "closed_form": (*PLAN, "benchmarks/closed_form.py"),
+    "experts": ("finetune/model/packed_experts.py", "benchmarks/experts.py"),
     "families": ("finetune/architecture", "finetune/model", "finetune/probe", "benchmarks/families.py"),
     "float8": (*STEP, "recipes/quickstart.yaml", "benchmarks/float8.py"),
     "gpu": (*STEP, *PLAN, "benchmarks/gpu_checks.py", "benchmarks/gpu_proofs.py", "benchmarks/gpu_recipes.py"),

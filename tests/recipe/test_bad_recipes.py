@@ -66,7 +66,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[st
     assert heads, output.err
     assert len(lines) <= 4 * len(heads), output.err
     assert not [head for head in heads if "; " not in head], f"a mistake without a remedy: {output.err}"
-    assert max(len(head) for head in heads) < 500, output.err
+    assert max(len(head) for head in heads) < 600, output.err
     return heads
 
 
