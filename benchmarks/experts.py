@@ -16,7 +16,7 @@ products, against those of the frozen experts in one pass.
 from __future__ import annotations
 
 import copy
-import json
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-RESULTS = Path(__file__).parent / "results" / "experts.json"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import write_result
+
 HIDDEN, FFN, EXPERTS, TOP, TOKENS, RANK = 512, 192, 16, 4, 1024, 8
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -146,7 +149,7 @@ def main() -> None:
     for name, model in ways():
         found[name] = measured(copy.deepcopy(model))
         print(name, found[name], flush=True)
-    RESULTS.write_text(json.dumps({"ways": found}, indent=1) + "\n", "utf-8")
+    print(write_result("experts", {"ways": found}))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ PLAN = ("finetune/planner/trace", "finetune/planner/depth", "finetune/planner/pl
 # Record -> files and folders that decide its figures. A row of one recipe names that itself.
 DEPENDS = {
     "checker": (*STEP, "finetune/finished_run", "finetune/scoring", "benchmarks/checker.py"),
+    "experts": ("finetune/model/packed_experts.py", "finetune/model/quantization.py", "benchmarks/experts.py"),
     "closed_form": (*PLAN, "benchmarks/closed_form.py"),
     "families": ("finetune/architecture", "finetune/model", "finetune/probe", "benchmarks/families.py"),
     "float8": (*STEP, "recipes/quickstart.yaml", "benchmarks/float8.py"),
