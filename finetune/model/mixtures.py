@@ -12,7 +12,7 @@ from finetune.untrusted.config_sizes import MXFP4, expert_counts, stored_format
 
 # Their experts compute in a way that model/packed_experts.py does not know: a trial of a small copy found it, and
 # DBRX's are matrices with all experts' rows.
-NOT_IN_FOUR_BITS = ("dbrx", "inkling", "inkling_text", "jetmoe")
+NOT_IN_FOUR_BITS = ("dbrx", "inkling", "inkling_text", "jetmoe", "longcat_flash")
 
 
 def refuse_mixture(recipe: Recipe, strategy: Strategy, config: Mapping[str, Any] | None) -> None:

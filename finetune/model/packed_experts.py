@@ -136,19 +136,20 @@ class _Quantise(ConversionOps):
         self.config, self.of_layers = hf_quantizer.quantization_config, of_layers
 
     def convert(self, input_dict: Any, *places: Any, model: Any = None, **kwargs: Any) -> Any:
-        ((name, value),) = input_dict.items()
-        value = value[0] if isinstance(value, list) else value
-        if hasattr(value, "finetune_experts"):  # MXFP4
-            return {name: value}
-        held_on = value.device
-        value = value.to(getattr(self.config, "quantise_on", None) or held_on)
-        if name.rpartition(".")[2] in PROJECTIONS and value.ndim == 3:
-            weight = four_bit_weight(value.flatten(0, 1), self.config).to(held_on)
-            weight.finetune_experts = tuple(value.shape)
-        else:
-            (weight,) = self.of_layers.convert({name: value}, *places, model=model, **kwargs).values()
-            weight = weight.to(held_on)
-        return {name: weight}
+        quantised = {}
+        for name, value in input_dict.items():  # several, if a stored tensor holds several parameters
+            value = value[0] if isinstance(value, list) else value
+            held_on = value.device
+            on_device = value.to(getattr(self.config, "quantise_on", None) or held_on)
+            if hasattr(value, "finetune_experts"):  # MXFP4
+                quantised[name] = value
+            elif name.rpartition(".")[2] in PROJECTIONS and value.ndim == 3:
+                quantised[name] = four_bit_weight(on_device.flatten(0, 1), self.config).to(held_on)
+                quantised[name].finetune_experts = tuple(value.shape)
+            else:
+                found = self.of_layers.convert({name: on_device}, *places, model=model, **kwargs)
+                quantised |= {path: weight.to(held_on) for path, weight in found.items()}
+        return quantised
 
 
 def for_experts(

@@ -199,7 +199,7 @@ def test_progress_is_beside_the_result(
             r"data.max_length=\d+  needs 22.\d GiB of 22.4 a GPU; \d+ does not fit, by the closed form", line
         )
         assert head.startswith("larger with one change more, by the closed form, the cheapest first")
-        assert len(larger) == 2
+        assert len(larger) == 3
         assert all(re.fullmatch(r" +[\d,]+ █+ +[a-z_.]+=.+  \(.+\)", each) for each in larger)
         return
     told = json.loads(out)

@@ -39,8 +39,9 @@ def test_a_compiled_layer_with_adapters_has_few_products() -> None:
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_a_loss_is_one_kernel_that_reads_and_writes_the_logits_once() -> None:
-    """2 + 2 bytes an element; as written 22, in 18 kernels."""
+    """2 + 2 bytes an element; as written 22, in 13 kernels."""
     written, fused = (loss_step(one_kernel=each, vocabulary=4096, rows=64) for each in (False, True))
-    assert (written["kernels"], fused["kernels"]) == (18, 1)
+    assert fused["kernels"] == 1
+    assert written["kernels"] >= 10, "13 under torch 2.13"
     assert round(written["bytes"] / (64 * 4096)) == 22
     assert round(fused["bytes"] / (64 * 4096)) == 4

@@ -79,7 +79,9 @@ PARAMETERS = {
     "gemma-4-31b": 30_697_345_280,
     "phi-4": 14_659_507_200,
     "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-20b-bf16": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "gpt-oss-120b-bf16": 116_829_156_672,
     "olmo-3-7b": 7_298_011_136,
     "olmo-3-32b": 32_233_522_176,
     "smollm3-3b": 3_075_098_624,
@@ -102,6 +104,7 @@ BILLIONS = {
     "gemma-4-26b-a4b": 25.2,
     "llama-4-scout-17b-16e": 107.8,  # 109, of which its vision tower has 0.9
     "qwen3.5-0.8b": 0.75,
+    "qwen3.5-35b-a3b": 34.66,  # 35.1, of which its vision tower has 0.45
     "ministral-3-3b": 3.4,
     "ministral-3-8b": 8.4,
     "ministral-3-14b": 13.5,
@@ -140,7 +143,8 @@ class TestShrink:
         for config in (full, small):  # queries to a key-value head, width to all heads
             config["ratio"] = config["num_attention_heads"] / config["num_key_value_heads"]
         assert small["ratio"] == full["ratio"]
-        assert small["hidden_size"] % 64 == small["intermediate_size"] % 64 == 0
+        ffn = "intermediate_size" if "intermediate_size" in full else "moe_intermediate_size"
+        assert small["hidden_size"] % 64 == small[ffn] % 64 == 0
         for key in ("model_type", "tie_word_embeddings", "rope_theta", "rope_scaling", "sliding_window", "hidden_act"):
             assert small.get(key) == full.get(key)
 

@@ -91,6 +91,7 @@ class Answering(OfItsOwn):
 def at_s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     monkeypatch.setattr(fsspec, "filesystem", lambda scheme, **options: Answering())
     monkeypatch.setattr(backends, "CONFLICT_SECONDS", 0.0)
+    monkeypatch.setattr(journal, "FIRST_WAIT_SECONDS", 0.0)
     yield f"s3://bucket/{tmp_path.name}"
     Answering.answers, MemoryFileSystem.store, MemoryFileSystem.pseudo_dirs = [], {}, [""]
 
@@ -100,7 +101,7 @@ def at_s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     [
         ([CONFLICT], True, False),
         ([CONFLICT, CONFLICT], True, False),
-        ([CONFLICT] * 3, True, True),
+        ([CONFLICT] * 9, True, True),  # three tries of a write, and three of these
         ([NO_CONDITION], False, False),
         ([CONFLICT, NO_CONDITION], False, False),
         ([PermissionError("Access Denied")], True, True),
@@ -113,7 +114,7 @@ def test_what_s3_answers_to_an_exclusive_write(
     Answering.answers = [*answers]
     storage = open_storage(at_s3)
     if is_refused:
-        with pytest.raises(OSError, match=re.escape(answers[0].args[-1])):
+        with pytest.raises(FinetuneError, match=re.escape(answers[0].args[-1])):
             take_lease(storage, None, lambda _: None)
         return
     lease = take_lease(storage, None, lambda _: None)

@@ -147,6 +147,10 @@ def one_offloads(built: Built) -> None:
     built.layers()[0].finetune_states_on_host = object()
 
 
+def none_tiled(built: Built) -> None:
+    built.training(activation_checkpointing=True, mlp_tile_tokens=16)
+
+
 def none_kept(built: Built) -> None:
     built.training(activation_checkpointing=False)
 
@@ -188,6 +192,7 @@ CASES = (
     Case(none_kept, "training.activation_checkpointing: layers recomputed: asked 0, runs 2"),
     Case(none_offloads, "training.activation_offloading: layers: asked 2, runs 0"),
     Case(one_offloads, "training.activation_offloading: layers: asked 0, runs 1"),
+    Case(none_tiled, "training.mlp_tile_tokens: asked 16, runs None"),
 )
 REDUCTION = "training.mixed_precision: number format of the reduction"
 
@@ -218,7 +223,7 @@ def test_other_quantised_layers_are_refused(tiny_llama: Path) -> None:
 
 def test_every_check_has_a_case(built: Built) -> None:
     places = [place for place, _, _ in receipt_checks(built.recipe, built.strategy, built.receipt())]
-    assert len(places) == len(set(places)) == 14
+    assert len(places) == len(set(places)) == 15
     seen = {place for place in places if any(case.line.startswith(f"{place}: asked ") for case in CASES)}
     assert seen | {REDUCTION} == set(places)
 

@@ -1,6 +1,6 @@
 """A chunk's loss and slope as one kernel on a GPU, made by torch.compile.
 
-As written (`loss.py`) it is 18 kernels. With each operand and result counted once, they move 22 bytes an element of the
+As written (`loss.py`) it is 13 kernels. With each operand and result counted once, they move 22 bytes an element of the
 logits, 2.8 MB a token of Llama 3's 128,256 words. One kernel moves 4 bytes, or 8 if its three passes read from memory
 again: 0.5 to 1.0 MB. It has one graph for any number of tokens, and allocates nothing but the losses.
 benchmarks/layer_traffic.py counts both.
