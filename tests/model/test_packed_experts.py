@@ -240,10 +240,20 @@ def test_what_is_not_trained_is_one_line(family: str, change: dict[str, Any], wo
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["jetmoe", "inkling_text"])
+@pytest.mark.parametrize("family", ["jetmoe", "inkling_text", "longcat_flash"])
 def test_experts_that_compute_otherwise_are_refused_before_weights_are_read(family: str, tmp_path: Path) -> None:
     """By the trial; the list that `check` reads without torch is what it finds."""
     assert family in NOT_IN_FOUR_BITS
     save_shaken(family, tmp_path)
     with pytest.raises(FinetuneError, match=r"way that is not known in 4 bits .*set quantization: null"):
         structure_alone(recipe(tmp_path, by_name=False))
+
+
+@pytest.mark.thorough
+def test_a_stored_tensor_that_holds_several_parameters_is_quantised(tmp_path: Path) -> None:
+    """transformers hands all of them over at once."""
+    save_shaken("lara_mini", tmp_path)
+    model = build_model(recipe(tmp_path, by_name=False), CPU)
+    layers = {path: layer for path, layer in model.named_modules() if path.endswith("in_proj_qkv.base_layer")}
+    assert layers
+    assert all(layer.weight.quant_state is not None for layer in layers.values())
