@@ -390,3 +390,21 @@ def is_locked(path: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+@contextmanager
+def loading_in_this_thread() -> Iterator[None]:
+    """Have transformers read weights in this thread, one parameter after another.
+
+    A dispatch mode does not see the operations of other threads. And four threads hold four parameters in 16 bits.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

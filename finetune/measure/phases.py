@@ -6,7 +6,6 @@ memory is host memory, counted by its tensors.
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ import torch
 from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
+from finetune.files import loading_in_this_thread
 from finetune.measure.collectives import CollectiveStats, Traffic
 from finetune.measure.live_tensors import LiveTensors
 from finetune.measure.units import GIB
@@ -135,7 +135,7 @@ class Phases:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        with _loading_in_this_thread(), self._storages.watch_resizes(), _Watch(self._storages, self._traffic):
+        with loading_in_this_thread(), self._storages.watch_resizes(), _Watch(self._storages, self._traffic):
             yield
 
     def _settle(self) -> None:
@@ -180,21 +180,6 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._storages.see((args, kwargs, result))
         return result
-
-
-@contextmanager
-def _loading_in_this_thread() -> Iterator[None]:
-    """Have transformers read weights in this thread: a dispatch mode does not see the operations of other threads."""
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _gather(value: Any) -> list[Any]:

@@ -7,7 +7,7 @@ adapters.py makes adapters, finished_run/load.py loads them again, and finished_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from finetune.architecture import attention
 from finetune.architecture.families import refuse_unsuitable
 from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.files import loading_in_this_thread
 from finetune.model.adapter_targets import has_experts, language_model_path
 from finetune.model.dtypes import widening
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
@@ -190,7 +191,12 @@ def load_base(
         text_only = trained_config(config) is not config
         if text_only:  # other parts may not have the attention that the text gets below
             options["attn_implementation"] = "eager"
-        model, info = auto_class(config).from_pretrained(folder, revision=section.revision, config=config, **options)
+        # A mixture's parameters are large: 0.4 GB each in Qwen3-30B-A3B.
+        in_turn = loading_in_this_thread() if recipe.quantization and has_experts(config) else nullcontext()
+        with in_turn:
+            model, info = auto_class(config).from_pretrained(
+                folder, revision=section.revision, config=config, **options
+            )
         _refuse_incomplete(name, info)
         if text_only:
             model = text_alone(model, options.get("quantization_config"))
