@@ -18,8 +18,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     import pandas
 
 ENDINGS = {error.exit_code: error for error in (FinetuneError, DoesNotFit, EnvironmentMismatch, RankLost, Stopped)}
-LINES_OF_AN_ERROR = 100
 
 
 @dataclass(frozen=True)
@@ -128,31 +127,38 @@ def load(run: str | os.PathLike[str]) -> TrainedRun:
 
 
 def _run_command(*words: str) -> None:
-    """Run `finetune` with these words and print what it prints. Raises FinetuneError with its last words.
+    """Run `finetune` with these words and print what it prints. Raises FinetuneError with what it says of its failure.
 
     The child leads a group of its own: an interrupt reaches it once, from here, also where no terminal sends it. When
     this process is killed, as a notebook's kernel may be, the run saves and gives its GPU memory back.
     """
     program = f"import sys; sys.path.append({str(CHECKOUT)!r}); from finetune.cli.main import main; sys.exit(main())"
-    with subprocess.Popen(
-        with_parent([sys.executable, "-P", "-c", program, *words]),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as child:
+    command = with_parent([sys.executable, "-P", "-c", program, *words])
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as child,
+    ):
         assert child.stdout is not None
-        last = deque[str](maxlen=LINES_OF_AN_ERROR)
         while True:
             try:
                 for line in child.stdout:
                     print(line, end="", flush=True)
-                    last.append(line)
                 break
             except KeyboardInterrupt:  # the run saves; a second one ends it at once, as in a terminal
-                os.killpg(child.pid, signal.SIGINT)
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGINT)
+        child.wait()
+        errors.seek(0)
+        said = errors.read().strip()
     if child.returncode:
-        words_of_error = "".join(last).strip().splitlines() or [STOPPED]
-        raise ENDINGS.get(child.returncode, FinetuneError)(words_of_error[-1])
+        raise ENDINGS.get(child.returncode, FinetuneError)(said or STOPPED)
+    if said:
+        print(said, file=sys.stderr)

@@ -72,9 +72,10 @@ def test_mistakes_are_the_commands(content: dict[str, Any], tmp_path: Path) -> N
 @pytest.mark.thorough
 def test_what_fails_in_the_training_is_raised(content: dict[str, Any], tmp_path: Path) -> None:
     rows = tmp_path / "chats.jsonl"
-    rows.write_text(rows.read_text("utf-8") + "{}\n", "utf-8")
-    with pytest.raises(FinetuneError, match=r"chats\.jsonl:31: "):
+    rows.write_text(rows.read_text("utf-8") + '{}\n{"messages": 3}\n', "utf-8")
+    with pytest.raises(FinetuneError) as caught:
         finetune.fit(content)
+    assert all(f"chats.jsonl:{line}: " in str(caught.value) for line in (31, 32)), "every mistake, as the command says"
 
 
 @pytest.mark.thorough
