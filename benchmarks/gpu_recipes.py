@@ -33,7 +33,7 @@ from finetune.recipe.strategy import read_strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS = ROOT / "benchmarks" / "gpu_checks.py"
-# Weights. The mixture is made with LAYERS of its 48 layers: all of them are 61 GB of random numbers.
+# Weights of each model. The mixture gets LAYERS of its 48 layers, because all 48 take 61 GB.
 MODELS = {"Llama-3.2-1B": 1_235_814_400, "Llama-3.1-8B": 8_030_261_248, "Qwen3-8B": 8_190_735_360}
 MODELS["Qwen3-30B-A3B"] = 8_099_779_584
 LAYERS = {"Qwen3-30B-A3B": 12}
