@@ -19,6 +19,7 @@ from finetune.model.from_base import own_config, untrained_in_words
 from tests.support.models.architectures import save_shaken
 from tests.support.models.earlier_release import BASES, save_published
 from tests.support.models.multimodal import save_multimodal
+from tests.support.models.own_model import separate_modules
 from tests.support.models.ties import changed_base, rewrite
 from tests.support.models.tiny import save_tiny, tiny_tokenizer
 from tests.support.runs.finished import finished_run
@@ -279,7 +280,7 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A base with three modules of its own, one of which only the others import."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("FINETUNE_TRUST_REMOTE_CODE", "1")
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    separate_modules(monkeypatch, tmp_path / "modules")
     base = save_tiny(tmp_path / "base")
     names = {"AutoConfig": "configuration_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
     changes = {"model_type": "tiny_custom", "architectures": ["TinyForCausalLM"], "auto_map": names}

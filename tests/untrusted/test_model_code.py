@@ -14,7 +14,7 @@ from finetune.finished_run.export_step import export_step
 from finetune.finished_run.load import finished_run
 from finetune.train import main as train
 from finetune.untrusted.model_code import CONSENT, refuse_other_code, refuse_unknown_code, trust_code
-from tests.support.models.own_model import save_own_model
+from tests.support.models.own_model import save_own_model, separate_modules
 from tests.support.models.tiny import tiny_tokenizer, write_chats
 from tests.support.runs.recipes import least, tiny_lora, write_recipe
 
@@ -25,7 +25,7 @@ STRANGER = "model.trust_remote_code: true would run the Python code"
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model whose code leaves a file when it runs."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    separate_modules(monkeypatch, tmp_path / "modules")
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6}
     folder = save_own_model(tmp_path / "own", vocab_size=512, **sizes)
     tiny_tokenizer().save_pretrained(folder)

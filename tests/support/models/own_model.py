@@ -7,8 +7,23 @@ models with hashed n-grams do: that token may belong to another document.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+
+def separate_modules(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let transformers keep the code of models in `folder`, and import it from there.
+
+    The package `transformers_modules` that another test of this process imported would look in that test's folder.
+    """
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
+    monkeypatch.syspath_prepend(str(folder))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+
 
 CODE = """
 import torch
