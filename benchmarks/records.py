@@ -28,11 +28,13 @@ UPDATE = (
     "finetune/training/objectives/supervised.py",
     "finetune/model/optimizer.py",
 )
+# finished_run and preflight: where these files were until 30 November 2026; records of earlier commits name them.
+ANSWERS = ("finetune/finished_run", "finetune/generation", "finetune/answers", "finetune/scoring")
 RUN = (*STEP, "finetune/strategies", "finetune/run_folder")
 PLAN = ("finetune/planner/trace", "finetune/planner/depth", "finetune/planner/plan_recipe.py", "finetune/closed_form")
 # Record -> files and folders that decide its figures. A row of one recipe names that itself.
 DEPENDS = {
-    "checker": (*STEP, "finetune/finished_run", "finetune/scoring", "benchmarks/checker.py"),
+    "checker": (*STEP, *ANSWERS, "benchmarks/checker.py"),
     "closed_form": (*PLAN, "benchmarks/closed_form.py"),
     "experts": ("finetune/model/packed_experts.py", "benchmarks/experts.py"),
     "families": ("finetune/architecture", "finetune/model", "finetune/probe", "benchmarks/families.py"),
@@ -46,9 +48,22 @@ DEPENDS = {
     "public_memory": (*PLAN, "benchmarks/public_memory.py"),
     # These files decide its losses and answers. Its seconds are those of one machine on one day.
     "quickstart": ("recipes/quickstart.yaml", "data/devils_dictionary.jsonl", "finetune/tokens", *UPDATE),
-    "rehearse": (*RUN, "finetune/preflight", "benchmarks/rehearse_all.py"),
+    "rehearse": (
+        *RUN,
+        "finetune/preflight",
+        "finetune/rehearse",
+        "finetune/launch/watched_job.py",
+        "benchmarks/rehearse_all.py",
+    ),
     "resume": (*RUN, "benchmarks/resume.py"),
-    "skills": (*STEP, "finetune/scoring", "finetune/finished_run", "data/skills", "benchmarks/skills"),
+    "skills": (
+        *STEP,
+        "finetune/scoring",
+        "finetune/generation",
+        "finetune/answers",
+        "data/skills",
+        "benchmarks/skills",
+    ),
     "soak": (*RUN, "benchmarks/soak.py"),
     "soak_storage": ("finetune/storage", "finetune/run_folder", "benchmarks/soak_storage.py"),
     "start": ("finetune/cli", "finetune/recipe", "finetune/train.py"),
