@@ -16,9 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MethodType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from finetune.untrusted.config_sizes import expert_counts
 
 
 @dataclass(frozen=True)
@@ -61,3 +65,28 @@ class RouterLoss:
         rows = lengths.clamp(min=1) * len(router_logits)
         auxiliary = experts * (choices.view(count, experts) * probabilities).sum(1) / rows.square()
         return self.coefficient * (learned * auxiliary).sum()
+
+
+def keep_routers_from_autocast(model: nn.Module, settings: dict[str, Any]) -> None:
+    """Let routers multiply in the format that transformers gives them: float32 in GLM 4.5 and DeepSeek V3.
+
+    Autocast would round their logits to 16 bits. 5 of 1,000 tokens then go to other experts than under FSDP2, ZeRO and
+    on a server, which have no autocast. Other routers multiply in their weights' format either way.
+
+    Args:
+        settings: The text part's configuration.
+    """
+    counts = expert_counts(settings)
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        known = isinstance(module, nn.Linear | nn.Embedding) or not isinstance(weight, nn.Parameter)
+        if not known and weight.ndim == 2 and len(weight) in counts:
+            module.forward = MethodType(_route, module)
+
+
+def _route(router: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    device = hidden.device.type
+    # Where weights have another format than hidden states, autocast makes them fit.
+    casts = torch.is_autocast_enabled(device) and not hidden.dtype == router.weight.dtype != torch.float32
+    with torch.autocast(device, enabled=casts):
+        return type(router).forward(router, hidden, *args, **kwargs)
