@@ -343,7 +343,7 @@ def _pass(
             product = _linear(part, cast_weight, cast_bias, room_of_product)  # [chunk, vocabulary]
             if rows is not None:
                 rows.put_products(part, product)
-            lost, slope = _loss_and_slope(product, room, target[now], transform, scale=next(scales, None), **options)
+            lost, slope = loss_and_slope(product, room, target[now], transform, scale=next(scales, None), **options)
             loss += lost.sum()
             if by_token:
                 lost_of_chunks.append(lost.squeeze(1))
@@ -469,27 +469,7 @@ def _add_product(total: Tensor, slope: Tensor, part: Tensor) -> None:
         torch.addmm(total, slope.T, part, out_dtype=total.dtype, out=total)
 
 
-def _loss_and_slope(
-    product: Tensor,
-    room: Tensor | None,
-    target: Tensor,
-    transform: LogitTransform,
-    *,
-    all_learned: bool,
-    learn: bool,
-    scale: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """As `loss_and_slope_as_written`, by one kernel where there is one that computes it."""
-    kernel, (tokens, words) = ONE_KERNEL.get(product.device.type), product.shape
-    plain = all_learned and learn and scale is None and transform.outer is None
-    # torch.compile would make a graph of its own for one token.
-    if kernel is None or room is None or not plain or tokens < 2 or words % ALIGNED:
-        options = {"all_learned": all_learned, "learn": learn}
-        return loss_and_slope_as_written(product, room, target, transform, scale=scale, **options)
-    return kernel(product, target, transform.inner), product
-
-
-def loss_and_slope_as_written(
+def loss_and_slope(
     product: Tensor,
     room: Tensor | None,
     target: Tensor,
@@ -505,6 +485,11 @@ def loss_and_slope_as_written(
     product is float32 itself; scale: float32 [chunk], a factor for each token's slope. Loss and gradient share one
     softmax, computed in place.
     """
+    kernel, (tokens, words) = ONE_KERNEL.get(product.device.type), product.shape
+    plain = all_learned and learn and scale is None and transform.outer is None and room is not None
+    # torch.compile would make a graph of its own for one token.
+    if kernel is not None and plain and tokens > 1 and words % ALIGNED == 0:
+        return kernel(product, target, transform.inner), product
     wide = product if room is None else room[: len(product)].copy_(product)
     logits = transform.apply_(wide)  # one more such tensor where there is a cap
     # The log-sum-exp of logits z follows from their softmax p at any token, as z - log p; at the highest, p is not 0.

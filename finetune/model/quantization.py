@@ -200,11 +200,20 @@ def frozen_weights(model: nn.Module, numel: Callable[[Tensor], int]) -> int:
     return sum(packed.get(id(parameter)) or numel(parameter) for parameter in frozen)
 
 
-def packed_format(layer: Any) -> str:
-    """nf4 or fp4."""
-    if hasattr(layer, "packing"):
-        return str(layer.packing["quant_type"])
-    return str(layer.weight.quant_type)
+def packed_experts(model: nn.Module) -> list[Any]:
+    """The modules that compute packed experts (packed_experts.py): peft's outermost wrapper where there is one, else the
+    experts.
+    """
+    inside = {id(module.base_layer) for module in model.modules() if hasattr(module, "parameter_name")}
+    others = (module for module in model.modules() if id(module) not in inside)
+    return [module for module in others if hasattr(experts_of(module), "finetune_transposed")]
+
+
+def experts_of(module: Any) -> Any:
+    """A module without peft's wrappers, one around another for each adapted parameter."""
+    while hasattr(module, "parameter_name"):
+        module = module.base_layer
+    return module
 
 
 def plain_quantized_weights(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from finetune.model.adapter_targets import (
 from finetune.model.build import attention_name, decoder_parts
 from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.optimizer import formats
-from finetune.model.quantization import float8_layers, frozen_weights, packed_format, quantized_layers
+from finetune.model.quantization import float8_layers, frozen_weights, quantized_layers
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
@@ -109,7 +109,8 @@ def experts_by_format(base: PreTrainedModel) -> dict[str, int]:
     held: dict[str, tuple[str, int]] = {}  # of a layer, whose experts have several parameters
     for path, module in base.named_modules():
         if hasattr(module, "finetune_experts"):
-            held[base_path(path).rpartition(".")[0]] = packed_format(module), module.finetune_experts[0]
+            packing = getattr(module, "packing", None) or vars(module.weight)  # bitsandbytes' parameter has its own
+            held[base_path(path).rpartition(".")[0]] = packing["quant_type"], module.finetune_experts[0]
     for path, parameter in expert_parameters(base).items():
         held[base_path(path).rpartition(".")[0]] = dtype_name(parameter.dtype), full_shape(parameter)[0]
     found = Counter[str]()

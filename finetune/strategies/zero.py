@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.architecture.by_document import run_document_by_document
+from finetune.model.quantization import packed_experts
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import INITIAL_SCALE_POWER
 from finetune.recipe.strategy import Strategy
@@ -242,7 +243,7 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if plugin.zero_stage == 3 and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         partition(model.parameters(), plugin.deepspeed_config)
     if plugin.zero_stage == 3:
-        gather_at_once([*run_document_by_document(model), *_experts(model)])
+        gather_at_once([*run_document_by_document(model), *packed_experts(model)])
     zero = plugin.deepspeed_config["zero_optimization"]
     zero |= {key: size for key, size in buckets(model, plugin.zero_stage).items() if key not in zero}
     with silenced_deepspeed():
@@ -253,15 +254,6 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if exact:
         load_masters(engine, exact)
     return engine, optimizer
-
-
-def _experts(model: nn.Module) -> list[nn.Module]:
-    """Modules that read packed experts and their adapters past the layers that hold them."""
-    if not any(hasattr(module, "finetune_transposed") for module in model.modules()):
-        return []
-    from finetune.model.packed_experts import outermost
-
-    return outermost(model)
 
 
 def fit_swap(plugin: DeepSpeedPlugin, structure: Callable[[], nn.Module], ranks: int) -> None:
