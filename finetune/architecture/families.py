@@ -49,7 +49,7 @@ class Computed:
     router: RouterLoss | None = None
 
     def taught_to(self, model: PreTrainedModel) -> None:
-        """Put the summed loss into the model's forward. Its mixers and rotations then respect documents, and its routers
+        """Put the summed loss into the model's forward. Its mixers and rotations respect documents then, and routers
         keep their number format.
         """
         put_loss_into_forward(model, self.logits, self.router)

@@ -431,4 +431,3 @@ def _difference(experts: Any, shapes: Mapping[str, ExpertsShape], transposed: bo
         expected = librarys(small, *given)
         found = _computed(small, small_weights, {}, sizes[count], torch.float32, given)
     return float((found - expected).norm() / expected.norm())
-

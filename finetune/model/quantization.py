@@ -201,9 +201,7 @@ def frozen_weights(model: nn.Module, numel: Callable[[Tensor], int]) -> int:
 
 
 def packed_experts(model: nn.Module) -> list[Any]:
-    """The modules that compute packed experts (packed_experts.py): peft's outermost wrapper where there is one, else the
-    experts.
-    """
+    """The modules that compute packed experts: peft's outermost wrapper where there is one, else the experts."""
     inside = {id(module.base_layer) for module in model.modules() if hasattr(module, "parameter_name")}
     others = (module for module in model.modules() if id(module) not in inside)
     return [module for module in others if hasattr(experts_of(module), "finetune_transposed")]

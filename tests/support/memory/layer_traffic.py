@@ -122,9 +122,7 @@ def loss_step(*, one_kernel: bool, vocabulary: int, rows: int = 64) -> Counter[s
         kinds = [(_kind(node), 4 * quarter) for node, quarter in nodes]
         return Counter(kernels=sum(kind is not None for kind, _ in kinds), bytes=sum(nbytes for _, nbytes in kinds))
     with _Traffic() as traffic:
-        loss_and_slope(
-            product, torch.empty((rows, vocabulary)), target, AS_IT_IS, all_learned=True, learn=True
-        )
+        loss_and_slope(product, torch.empty((rows, vocabulary)), target, AS_IT_IS, all_learned=True, learn=True)
     return traffic.found
 
 
