@@ -69,7 +69,7 @@ from benchmarks.gpu_recipes import (
 from benchmarks.records import stamp
 from finetune.errors import RecipeError
 from finetune.files import read_lines, write_json, write_text
-from finetune.preflight import ended_by_signals
+from finetune.launch.watched_job import ended_by_signals
 
 # Seconds of each on an H200 with 16 cores. Measured: the environment 19 and 27; layers 150, when there was one more to
 # compile, in 30. Of the proofs nine had ended after 46, and float32, which is compiled, had not after 225. The

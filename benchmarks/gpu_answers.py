@@ -26,12 +26,12 @@ def generate(lines: Lines, *, shrunken: bool) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-    from finetune.model.generate import left_padded, prompt_batches
+    from finetune.generation.generate import left_padded, prompt_batches
+    from finetune.generation.held_out import Answering, ScoredSet, generated_answers
     from finetune.model.known_configs import full_config
-    from finetune.preflight import BUILT_IN, train_tokenizer
+    from finetune.rehearse.shrink import BUILT_IN, train_tokenizer
     from finetune.scoring.metrics import Scored
     from finetune.tokens.encoder import SamplePrompt
-    from finetune.training.scored_answers import Answering, ScoredSet, generated_answers
 
     device = torch.device("cpu" if shrunken else "cuda")
     count, shortest, longest, new = (6, 5, 20, 4) if shrunken else (PROMPTS, SHORTEST, LONGEST, NEW)

@@ -44,7 +44,7 @@ PACKAGES = tuple(
     "torch triton transformers tokenizers safetensors huggingface_hub accelerate peft pydantic numpy datasets "
     "bitsandbytes deepspeed torchao liger-kernel".split()
 )
-MODULES = ("finetune.train", "finetune.training.session", "finetune.planner.plan_recipe", "finetune.preflight.doctor")
+MODULES = ("finetune.train", "finetune.training.session", "finetune.planner.plan_recipe", "finetune.doctor")
 TAIL = 20_000  # characters of a log that a line keeps
 # Proofs whose layers are compiled; with those that go on from them. Each kind of layer costs seconds of inductor.
 COMPILED_PROOFS = ("float32", "bf16")
@@ -172,8 +172,8 @@ def layers(lines: Lines, *, shrunken: bool) -> None:
     the library's own in float32, one document at a time with eager attention. Eager first, then compiled."""
     import torch
 
-    from finetune.model.small import SmallModel
     from finetune.probe.compare import library_side
+    from finetune.probe.small_model import SmallModel
 
     device = torch.device("cpu" if shrunken else "cuda")
     with tempfile.TemporaryDirectory(prefix="finetune-layers-") as name:
@@ -353,8 +353,8 @@ def operator_case(lines: Lines, case: str, *, shrunken: bool) -> None:
     """One model of `operator`: loss and gradients beside the library's, eager and compiled."""
     import torch
 
-    from finetune.model.small import SmallModel
     from finetune.probe.compare import library_side
+    from finetune.probe.small_model import SmallModel
 
     family, bf16 = OPERATOR_CASES[case]
     device = torch.device("cpu" if shrunken else "cuda")
@@ -552,8 +552,8 @@ def _log_of(outcome: dict[str, Any], folder: Path) -> dict[str, str]:
 
 def model(recipe_path: str, folder: Path, changes: Sequence[str], *, shrunken: bool) -> None:
     """The recipe's model in bfloat16, of random weights, and a tokenizer of its rows, in `folder`."""
-    from finetune.preflight import END_TOKENS, sample_texts, shrink_model, train_tokenizer
     from finetune.recipe.loader import load_recipe
+    from finetune.rehearse.shrink import END_TOKENS, sample_texts, shrink_model, train_tokenizer
 
     recipe = load_recipe(recipe_path, changes).recipe
     name = recipe.model.name_or_path

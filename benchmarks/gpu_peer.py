@@ -34,8 +34,8 @@ def peer(lines: Lines, *, shrunken: bool) -> None:
     import torch
 
     from finetune.model.known_configs import full_config
-    from finetune.preflight import sample_texts, train_tokenizer
     from finetune.recipe.loader import load_recipe
+    from finetune.rehearse.shrink import sample_texts, train_tokenizer
 
     recipe = load_recipe(str(recipes()[RECIPE]), []).recipe
     assert recipe.lora is not None

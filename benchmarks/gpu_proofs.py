@@ -19,20 +19,18 @@ from typing import Any, Literal, NamedTuple
 
 from finetune.errors import FinetuneError
 from finetune.files import remove_folder
-from finetune.preflight import (
-    BUILT_IN,
-    END_TOKENS,
+from finetune.launch.watched_job import (
     StepFailed,
     TrainingJob,
     relative_difference,
     started,
     train_lines,
-    train_tokenizer,
     wait_for_end,
     with_two_copies,
 )
 from finetune.recipe.strategy import read_strategy
 from finetune.redaction import redact
+from finetune.rehearse.shrink import BUILT_IN, END_TOKENS, train_tokenizer
 from finetune.wording import install_command
 
 PROOF_STEPS, PROOF_SAVED_AFTER, PROOF_ROWS = 6, 3, 8

@@ -23,10 +23,11 @@ from typing import Any
 
 import psutil
 
+from finetune.doctor import free_bytes
 from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
+from finetune.launch.watched_job import failure_reason, kill_all
 from finetune.planner import audited, plan_of_run
-from finetune.preflight import failure_reason, free_bytes, kill_all
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy

@@ -30,7 +30,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ANNEXES = ("planner", "preflight", "finished_run", "importers", "new_recipe")
+ANNEXES = ("planner", "rehearse", "compare", "doctor", "hand_over", "answers", "importers", "new_recipe")
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 RELATIVE = re.compile(r"\b(which|whose|what|that of|those of)\b", re.IGNORECASE)
 

@@ -55,7 +55,7 @@ from benchmarks.parity_page import (
     page,
 )
 from data.skills import dates
-from finetune.model.packaged import resolve_model_path
+from finetune.base.location import resolve_model_path
 from finetune.tokens.batches import rows_of_step
 from tests.support.models.tiny import CHATML, save_tiny, write_chats
 

@@ -28,11 +28,14 @@ UPDATE = (
     "finetune/training/objectives/supervised.py",
     "finetune/model/optimizer.py",
 )
+ANSWERS = ("finetune/generation", "finetune/answers", "finetune/scoring")
+# Where a folder's files were until 30 November 2026, for records of earlier commits.
+WERE = {"finetune/answers": "finetune/finished_run", "finetune/rehearse": "finetune/preflight"}
 RUN = (*STEP, "finetune/strategies", "finetune/run_folder")
 PLAN = ("finetune/planner/trace", "finetune/planner/depth", "finetune/planner/plan_recipe.py", "finetune/closed_form")
 # Record -> files and folders that decide its figures. A row of one recipe names that itself.
 DEPENDS = {
-    "checker": (*STEP, "finetune/finished_run", "finetune/scoring", "benchmarks/checker.py"),
+    "checker": (*STEP, *ANSWERS, "benchmarks/checker.py"),
     "closed_form": (*PLAN, "benchmarks/closed_form.py"),
     "experts": ("finetune/model/packed_experts.py", "benchmarks/experts.py"),
     "families": ("finetune/architecture", "finetune/model", "finetune/probe", "benchmarks/families.py"),
@@ -46,9 +49,9 @@ DEPENDS = {
     "public_memory": (*PLAN, "benchmarks/public_memory.py"),
     # These files decide its losses and answers. Its seconds are those of one machine on one day.
     "quickstart": ("recipes/quickstart.yaml", "data/devils_dictionary.jsonl", "finetune/tokens", *UPDATE),
-    "rehearse": (*RUN, "finetune/preflight", "benchmarks/rehearse_all.py"),
+    "rehearse": (*RUN, "finetune/rehearse", "benchmarks/rehearse_all.py"),
     "resume": (*RUN, "benchmarks/resume.py"),
-    "skills": (*STEP, "finetune/scoring", "finetune/finished_run", "data/skills", "benchmarks/skills"),
+    "skills": (*STEP, *ANSWERS, "data/skills", "benchmarks/skills"),
     "soak": (*RUN, "benchmarks/soak.py"),
     "soak_storage": ("finetune/storage", "finetune/run_folder", "benchmarks/soak_storage.py"),
     "start": ("finetune/cli", "finetune/recipe", "finetune/train.py"),
@@ -80,7 +83,8 @@ def digest_now(name: str) -> str:
 
 def digest_at(name: str, commit: str) -> str:
     """The digest of a record's files as they were in a commit."""
-    listed = git("ls-tree", "-r", commit, "--", *DEPENDS[name]).splitlines()
+    folders = [*DEPENDS[name], *(WERE[folder] for folder in DEPENDS[name] if folder in WERE)]
+    listed = git("ls-tree", "-r", commit, "--", *folders).splitlines()
     return digest({path: facts.split()[2] for facts, _, path in (line.partition("\t") for line in listed)})
 
 

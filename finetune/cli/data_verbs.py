@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune import importers, new_recipe, preflight
+from finetune import importers, new_recipe
+from finetune.base.location import refuse_unreachable
 from finetune.cli.app import AsJson, Overrides, RecipeFile, name_next, run_verb, ticking, user_path
 from finetune.errors import EnvironmentMismatch
 from finetune.files import check_output, write_text
-from finetune.model.packaged import refuse_unreachable
 from finetune.output_stream import rich_console
 from finetune.recipe.loader import load_recipe
 
@@ -161,12 +161,14 @@ def doctor(
     """
 
     def work() -> dict[str, Any]:
+        from finetune.doctor import as_text, examine_machine
+
         loaded = load_recipe(recipe, here=True) if recipe else None
         findings = []
-        for finding in preflight.examine_machine(loaded, online=online):
+        for finding in examine_machine(loaded, online=online):
             findings.append(finding)
             if not as_json:
-                typer.echo(preflight.as_text(finding))
+                typer.echo(as_text(finding))
         bad = any(finding.state == "bad" for finding in findings)
         code = {"exit_code": EnvironmentMismatch.exit_code} if bad else {}
         return {"ok": not bad, "findings": [vars(finding) for finding in findings], **code}

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from finetune import __version__, planner, preflight
+from finetune import __version__, planner
 from finetune.cli import compare_verb, data_verbs, run_verbs, train_verb
 from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, say, say_begun, ticking, user_path
 from finetune.cli.downloads import download_lines
@@ -189,11 +189,12 @@ def rehearse(
 
     def work() -> dict[str, Any]:
         from finetune.closed_form.recomputation import chosen_words
+        from finetune.rehearse.rehearsal import checklist_printer, rehearse
 
         # Resolve `auto` for the recipe's own GPUs. For the small model on this CPU it would choose something else.
         words = chosen_words(recipe, overrides or [])
-        with preflight.checklist_printer(quiet=as_json) as log:
-            result = preflight.rehearse(recipe, words, processes=processes, log=log)
+        with checklist_printer(quiet=as_json) as log:
+            result = rehearse(recipe, words, processes=processes, log=log)
         if result.get("ok") and not as_json:
             name_next(["finetune", "train", recipe, *(overrides or [])])
         return result

@@ -78,14 +78,14 @@ class TrainedRun:
 
         Raises FinetuneError if the run has not ended yet.
         """
-        from finetune.finished_run import GenerationSettings
+        from finetune.answers.chat import GenerationSettings
 
         settings = GenerationSettings(max_new_tokens, temperature)
         return str(self._session.reply(self._session.tuned, text, settings))
 
     @cached_property
     def _session(self) -> Any:
-        from finetune.finished_run import open_run
+        from finetune.answers.chat import open_run
 
         with silenced():
             return open_run(self.folder)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.base.location import online_name
 from finetune.errors import EnvironmentMismatch, RecipeError
-from finetune.model.packaged import online_name
 from finetune.paths import RECIPES
 from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import load_recipe

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune import finished_run, new_recipe, planner
+from finetune import new_recipe, planner
 from finetune.cli.app import AsJson, AtStep, RunFolder, name_next, one_of, run_verb, say, say_begun, user_path
 from finetune.errors import FinetuneError
 from finetune.files import check_output, write_text
-from finetune.finished_run import ENGINES
+from finetune.hand_over import ENGINES
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import require_run_folder
@@ -46,9 +46,11 @@ def _line_printer(as_json: bool) -> Callable[[str], None]:
 
 def _server(url: str | None, model: str | None, base_model: str | None, run: Path | None) -> Any:
     """The server of --endpoint, which must have the run's tuned model. Raises FinetuneError."""
+    from finetune.answers.endpoint import open_endpoint
+
     if url is not None:
         base = "" if run is None else recipe_from_resolved(require_run_folder(run)).model.name_or_path
-        return finished_run.open_endpoint(url, model, base_model, partial(say, err=True), base)
+        return open_endpoint(url, model, base_model, partial(say, err=True), base)
     if model or base_model:
         raise FinetuneError("--model, --base-model: are names on a server; name it with --endpoint URL")
     return None
@@ -120,14 +122,17 @@ def chat(
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
         say_begun(f"loading base and tuned model of {run}" if endpoint is None else f"asking {endpoint}")
-        folder = finished_run.run_at(run, step)
-        session = finished_run.open_run(folder, _server(endpoint, model, base_model, run), system=system)
+        from finetune.answers.chat import GenerationSettings, answers_to, converse, open_run
+        from finetune.hand_over.export_step import run_at
+
+        folder = run_at(run, step)
+        session = open_run(folder, _server(endpoint, model, base_model, run), system=system)
         chosen: Any = who  # checked above
-        settings = finished_run.GenerationSettings(max_new_tokens, temperature, seed)
+        settings = GenerationSettings(max_new_tokens, temperature, seed)
         if as_json:
-            answers = finished_run.answers_to(session, prompt or [], chosen, settings)
+            answers = answers_to(session, prompt or [], chosen, settings)
             return {"ok": True, "answers": answers}
-        finished_run.converse(session, prompt or [], chosen, settings, typer.echo)
+        converse(session, prompt or [], chosen, settings, typer.echo)
         return {"ok": True}
 
     run_verb(work, as_json=as_json)
@@ -251,6 +256,8 @@ def evaluate(
     """How good is it? Held-out loss, scored answers, benchmarks."""
 
     def work() -> dict[str, Any]:
+        from finetune.answers.eval_request import EvalRequest, chosen_metrics, thresholds
+
         resolved = require_run_folder(run)  # before torch is imported
         alone = "--tasks" if tasks is not None else "--endpoint" if endpoint is not None else None
         launch = launch_of_ranks(processes, alone, lambda: recipe_from_resolved(resolved))
@@ -259,8 +266,8 @@ def evaluate(
             raise FinetuneError("--columns: says how --data is read; name that too")
         if columns is not None:
             entry = new_recipe.propose(str(data), columns=columns, model=base, output=run / "prompts.yaml").entry
-        request = finished_run.EvalRequest(
-            metrics=finished_run.chosen_metrics(metric or [], scorer),
+        request = EvalRequest(
+            metrics=chosen_metrics(metric or [], scorer),
             scorer=scorer,
             scorer_seconds=scorer_seconds,
             file=data,
@@ -269,7 +276,7 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             general=general,
             generate=not loss_only,
-            fail_under=finished_run.thresholds(fail_under or []),
+            fail_under=thresholds(fail_under or []),
             tasks=[] if tasks is None else tasks.split(","),
             include=include,
             chat_template=chat_template,
@@ -278,7 +285,9 @@ def evaluate(
         if launch is None or launch.is_main:
             say_begun(f"loading {run}, its base and its held-out rows" if endpoint is None else f"asking {endpoint}")
         say_result, show = _printers(launch, as_json)
-        figures = finished_run.evaluate_finished(run, request, say_result, show, step=step, launch=launch)
+        from finetune.answers.evaluation import evaluate_finished
+
+        figures = evaluate_finished(run, request, say_result, show, step=step, launch=launch)
         if launch is not None and not launch.is_main:
             raise typer.Exit
         if not as_json and figures.get("ok", True):  # a failed gate names no next step
@@ -343,8 +352,12 @@ def sample(
         one_of("--leave-out", each, ("always", "never"))
 
     def work() -> dict[str, Any]:
-        found = finished_run.source_of(source, data)
-        other = None if model is None or endpoint is not None else finished_run.source_of(model, data)
+        from finetune.answers.eval_request import chosen_metrics
+        from finetune.answers.kept_rows import KeepOptions, summary_in_words
+        from finetune.answers.sample_source import SampleRequest, source_of
+
+        found = source_of(source, data)
+        other = None if model is None or endpoint is not None else source_of(model, data)
         alone = None if endpoint is None else "--endpoint"
         launch = launch_of_ranks(processes, alone, lambda: (other or found).loaded.recipe)
         kept: Any = keep  # checked above, as is `pick`
@@ -354,9 +367,9 @@ def sample(
         entry, base = None, found.loaded.recipe.model.name_or_path
         if found.kind == "model" or columns is not None:  # asked as the recipe that `init` writes would ask it
             entry = new_recipe.propose(str(data), columns=columns, model=base, output=folder / "prompts.yaml").entry
-        metrics = finished_run.chosen_metrics([] if metric is None else [metric])
-        options = finished_run.KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts)
-        request = finished_run.SampleRequest(
+        metrics = chosen_metrics([] if metric is None else [metric])
+        options = KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts)
+        request = SampleRequest(
             source=found,
             data=data,
             entry=entry,
@@ -379,14 +392,16 @@ def sample(
         if launch is None or launch.is_main:
             say_begun(f"loading {model or source} and the prompts" if endpoint is None else f"asking {endpoint}")
         say_result, show = _printers(launch, as_json)
-        figures = finished_run.sample_rows(request, say_result, show, launch)
+        from finetune.answers.sample import sample_rows
+
+        figures = sample_rows(request, say_result, show, launch)
         if launch is not None and not launch.is_main:
             raise typer.Exit
         files = figures["files"]
         if "recipe" in files and found.kind == "model" and not (recipe := Path(files["recipe"])).exists():
             write_text(recipe, new_recipe.propose(files["rows"], model=source, output=recipe).text)
         if not as_json:
-            say("\n".join(finished_run.summary_in_words(figures, kept)))
+            say("\n".join(summary_in_words(figures, kept)))
             say("\n".join(f"{name}: {file}" for name, file in files.items()))
             if "recipe" in files:
                 say(f"next: {shlex.join(['finetune', 'train', files['recipe']])}")
@@ -423,14 +438,18 @@ def merge(
     def work() -> dict[str, Any]:
         require_run_folder(run)  # before torch is imported
         say_begun(f"loading {run} and its base")
-        folder, printer = finished_run.run_at(run, step), _line_printer(as_json)
+        from finetune.hand_over.export_step import run_at
+        from finetune.hand_over.gguf import describe_gguf, write_gguf
+        from finetune.hand_over.merge import describe_merge, merge_run
+
+        folder, printer = run_at(run, step), _line_printer(as_json)
         if gguf is None or dtype or base:
             chosen: dict[str, Any] = {"dtype": dtype, "base": base}  # checked above
-            facts = finished_run.merge_run(folder, **chosen, prompts=verify, log=printer)
-            printer(finished_run.describe_merge(facts))
+            facts = merge_run(folder, **chosen, prompts=verify, log=printer)
+            printer(describe_merge(facts))
         if gguf is not None:
-            facts = finished_run.write_gguf(folder, gguf, printer, prompts=verify)  # type: ignore[arg-type]
-            printer(finished_run.describe_gguf(facts))
+            facts = write_gguf(folder, gguf, printer, prompts=verify)  # type: ignore[arg-type]
+            printer(describe_gguf(facts))
         elif not as_json:
             name_next(["finetune", "push", run, "--merged", "--dry-run"])
         return {"ok": True, **facts}
@@ -463,7 +482,9 @@ def push(
         folder = run
         if step is not None:  # exporting a checkpoint needs torch; the rest of this verb does not
             require_run_folder(run)
-            folder = finished_run.run_at(run, step)
+            from finetune.hand_over.export_step import run_at
+
+            folder = run_at(run, step)
         to = chosen_destination(folder, repo, public=public, revision=revision, base=base, merged=merged)
         log = partial(typer.echo, err=as_json)  # standard output is one JSON object
         if dry_run:
@@ -508,12 +529,15 @@ def export(
             check_output(folder, "--to", folder=True)
         require_run_folder(run)  # before torch is imported
         say_begun(f"exporting from {run}")
+        from finetune.hand_over.engines import export_for
+        from finetune.hand_over.export_step import export_with_report, run_at
+
         if engine is not None:
-            at = finished_run.run_at(run, step)
-            return {"ok": True, **finished_run.export_for(at, engine, folder, _line_printer(as_json))}
+            at = run_at(run, step)
+            return {"ok": True, **export_for(at, engine, folder, _line_printer(as_json))}
         if step is None:
             raise FinetuneError(f"{run}: export needs a checkpoint's step: --step N; or --for and an engine")
-        facts = finished_run.export_with_report(run, step, folder, _line_printer(as_json))
+        facts = export_with_report(run, step, folder, _line_printer(as_json))
         if not as_json:
             typer.echo(f"talk to it: {shlex.join(['finetune', 'chat', facts['folder']])}")
         return {"ok": True, **facts}

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.base.location import in_hub_cache, read_origin, resolve_model_path
 from finetune.errors import FinetuneError
 from finetune.hub.already_there import parsed_card
-from finetune.model.packaged import in_hub_cache, read_origin, resolve_model_path
 from finetune.recipe.schema import ModelSection
 from finetune.untrusted.json_files import read_bounded, read_object
 

@@ -95,7 +95,7 @@ def interface_towards(address: str) -> str | None:
 def collective_timeout(recipe: Recipe) -> timedelta:
     """The longest wait in a collective for the other ranks.
 
-    It is longer than one rank may be busy alone, when it reads or writes 140 GB of weights. run_folder/watchdog.py
+    It is longer than one rank may be busy alone, when it reads or writes 140 GB of weights. training/watchdog.py
     finds dead and frozen ranks.
     """
     return timedelta(seconds=max(_TIMEOUT_SECONDS, recipe.timeout_seconds))

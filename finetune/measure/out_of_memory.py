@@ -86,7 +86,7 @@ def does_not_fit(
     Args:
         doing: The run's phase: load, worst step first, training, ...
         phase: The step's phase: forward, backward, step; empty outside a step.
-        planned: The planner's answer (training/plan_request.py).
+        planned: The planner's answer (launch/plan_request.py).
         command: The command that continues the run after `step`.
     """
     notes = ", ".join(getattr(error, "__notes__", ()))

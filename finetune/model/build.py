@@ -1,6 +1,6 @@
 """Builds the model: base weights, quantisation, adapters and checkpointing. Its forward returns the summed loss.
 
-adapters.py makes adapters, finished_run/load.py loads them again, and finished_run/merging.py merges them. A method
+adapters.py makes adapters, finished_run.py loads them again, and hand_over/merged_weights.py merges them. A method
 (full, LoRA, QLoRA) is a way to build a model. The loop does not see which one it is.
 """
 
@@ -26,12 +26,12 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from finetune.architecture import attention
 from finetune.architecture.families import refuse_unsuitable
 from finetune.architecture.recomputation import checkpoint_layers
+from finetune.base.location import folder_of, resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import loading_in_this_thread
 from finetune.model.adapter_targets import has_experts, language_model_path
 from finetune.model.dtypes import widening
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
-from finetune.model.packaged import folder_of, resolve_model_path
 from finetune.model.quantization import (
     correct_on_cpu,
     forget_inputs,

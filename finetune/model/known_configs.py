@@ -10,9 +10,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from finetune.base.location import folder_of, in_hub_cache, online_name, resolve_model_path
+from finetune.base.package_models import PREFIX
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.gguf_package import PREFIX
-from finetune.model.packaged import folder_of, in_hub_cache, online_name, resolve_model_path
 from finetune.model.stored_structure import unties
 from finetune.paths import PACKAGE
 from finetune.recipe.schema import Recipe

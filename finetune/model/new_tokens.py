@@ -18,8 +18,8 @@ from tokenizers import AddedToken
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from finetune.base.location import folder_of, refuse_unreachable, resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.packaged import folder_of, refuse_unreachable, resolve_model_path
 from finetune.output_stream import one_line
 from finetune.recipe.schema import ModelSection
 from finetune.recipe.yaml_text import shown

@@ -20,8 +20,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.base.location import base_file, folder_of, resolve_model_path
 from finetune.errors import FinetuneError
-from finetune.model.packaged import base_file, folder_of, resolve_model_path
 from finetune.output_stream import one_line, silenced
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.untrusted.json_files import read_object

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import yaml
 
+from finetune.base.location import resolve_model_path
 from finetune.closed_form.shape import approximate_weights
 from finetune.data.chat import Chat, Content, Passage, documents_in, last_answer
 from finetune.data.dialect import csv_dialect
@@ -41,7 +42,6 @@ from finetune.data.sources import Source, files_below, resolve
 from finetune.errors import DataError, DoesNotFit, FinetuneError, UnclearFile
 from finetune.files import check_output
 from finetune.model.known_configs import config_here
-from finetune.model.packaged import resolve_model_path
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
 from finetune.new_recipe.page import Counts, Settings, recipe_text
 from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample

@@ -1,6 +1,6 @@
 """The planner as a child process: `python -m finetune.planner`, a request on standard input, answers as JSON lines.
 
-training/plan_request.py starts it. A failure is an answer too, because no run or report may fail for its plan.
+launch/plan_request.py starts it. A failure is an answer too, because no run or report may fail for its plan.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.closed_form.constants import STEP_PHASES
 from finetune.errors import FinetuneError
 from finetune.files import read_lines, write_json
+from finetune.launch.plan_request import PlanRequest, ask_planner
 from finetune.measure.units import GIB
 from finetune.model.known_configs import planned_config
 from finetune.output_stream import one_line
@@ -28,7 +29,6 @@ from finetune.recipe.gpus import Gpus
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import MOST_RECORD_BYTES, is_as_written, require_run_folder
-from finetune.training.plan_request import PlanRequest, ask_planner
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.wording import counted

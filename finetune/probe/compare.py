@@ -27,9 +27,9 @@ from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.quantization import unpacked_weight
-from finetune.model.small import SmallModel, draw_weights
 from finetune.model.text_part import auto_class
 from finetune.probe.documents import TokensAndLabels, probe_batches, probe_documents
+from finetune.probe.small_model import SmallModel, draw_weights
 from finetune.recipe.schema import Recipe
 from finetune.tokens.encoder import IGNORE
 

@@ -12,8 +12,8 @@ from finetune.architecture import attention
 from finetune.model.adapter_targets import expert_parameters
 from finetune.model.build import attention_name, decoder_parts
 from finetune.model.dtypes import dtype_name
-from finetune.model.small import SmallModel
 from finetune.probe.compare import Difference, LibrarySide, difference, library_side, set_checkpointing
+from finetune.probe.small_model import SmallModel
 from finetune.recipe.schema import Recipe
 
 ELSEWHERE = ("sdpa", "eager")  # the library's own attentions, which run on every device

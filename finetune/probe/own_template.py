@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from itertools import islice
 
+from finetune.base.location import in_hub_cache, tokenizer_file
 from finetune.data.chat import Chat, documents_in
 from finetune.data.rows import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import DataError, FinetuneError
-from finetune.model.packaged import in_hub_cache, tokenizer_file
 from finetune.recipe.schema import Data, DataSet, Recipe
 from finetune.untrusted.json_files import read_object
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.generation.generate import GREEDY, answering, left_padded
 from finetune.model.build import decoder_parts
-from finetune.model.generate import GREEDY, answering, left_padded
-from finetune.model.small import SmallModel
 from finetune.probe.compare import kits_model
 from finetune.probe.documents import probe_documents
+from finetune.probe.small_model import SmallModel
 from finetune.recipe.schema import Recipe
 from finetune.untrusted.library_words import shortened
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from finetune.base.location import folder_of, resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_targets import describe_reach, reach
 from finetune.model.build import attention_name, decoder_parts, plain_structure, refuse_early
 from finetune.model.dtypes import dtype_name
-from finetune.model.packaged import folder_of, resolve_model_path
 from finetune.model.stored_structure import as_stored, refuse_files, stored_structure
 from finetune.output_stream import silenced
 from finetune.probe.remembered import one_at_a_time, precision_on, probe_key, recall, remember
@@ -34,8 +34,8 @@ from finetune.untrusted.library_words import not_loaded, shortened
 from finetune.untrusted.model_folder import look_at_config
 
 if TYPE_CHECKING:
-    from finetune.model.small import SmallModel
     from finetune.probe.judge import Judgement
+    from finetune.probe.small_model import SmallModel
 
 CPU = torch.device("cpu")
 
@@ -139,9 +139,9 @@ def _judged(
     recipe: Recipe, base: PreTrainedModel, device: torch.device, compute: torch.dtype | None, folder: Path
 ) -> tuple[SmallModel, Judgement]:
     """The first small model that runs, and its judgement. Raises Differs; EnvironmentMismatch if none runs."""
-    from finetune.model.small import CannotShrink, small_models
     from finetune.probe.compare import NotFiniteHere
     from finetune.probe.judge import Differs, judge
+    from finetune.probe.small_model import CannotShrink, small_models
 
     reason = ""
     try:

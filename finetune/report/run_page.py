@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from finetune.base.location import online_name
 from finetune.files import write_text
 from finetune.measure.units import GIB
-from finetune.model.packaged import online_name
 from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.preferences import objective_in_words, warnings_of

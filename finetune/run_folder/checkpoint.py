@@ -272,7 +272,7 @@ def _write_own(temporary: Path, pieces: Mapping[str, OwnPieces], ranks: Ranks) -
 
 def _collect(temporary: Path, written: list[dict[str, Any]], ranks: Ranks) -> None:
     """Move the files of `ranks.apart` into rank 0's folder. Every rank calls it. Raises OSError."""
-    from finetune.run_folder.transfers import move_files
+    from finetune.ranks.transfers import move_files
 
     parts = [(rank, part) for rank in sorted(ranks.apart) for part in written[rank].values() if "file" in part]
     received = move_files(temporary, [(part["file"], part["bytes"], rank, 0) for rank, part in parts], ranks)

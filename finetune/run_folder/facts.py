@@ -30,7 +30,7 @@ EXPORTED_RECORDS = (
 EVAL_RECORD, EVAL_ANSWERS = "eval.json", "eval_answers.jsonl"
 EVAL_KEPT = "eval_endpoint.jsonl"  # a server's answers, while an evaluation does not have all of them
 
-STATE, LOCK = "run_state.json", ".lock"  # how the run goes or ended; the running process holds the lock
+STATE = "run_state.json"  # how the run goes or ended
 STATE_KINDS: dict[str, type] = {"state": str, "step": int, "command": str, "identity": dict}
 
 MOST_RECORD_BYTES = 64 * 2**20  # receipt.json has a checksum for each trained tensor

@@ -20,8 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune.base.identity import base_in_words, is_same_base
 from finetune.errors import FinetuneError
 from finetune.files import (
+    LOCK,
     TEMPORARY_PREFIX,
     clear_leftovers,
     cut_lines,
@@ -32,7 +34,6 @@ from finetune.files import (
     sync,
     write_json,
 )
-from finetune.model.base_identity import base_in_words, is_same_base
 from finetune.model.optimizer import Schedule
 from finetune.output_stream import one_line
 from finetune.recipe.resolved import leaves
@@ -49,7 +50,6 @@ from finetune.run_folder.facts import (
     EXPORT_RECORD,
     EXPORTED_RECORDS,
     EXPORTS,
-    LOCK,
     STATE,
     lost_lines,
     read_state,
@@ -90,7 +90,7 @@ FREE_TO_CHANGE = (
     "training.resume",
 )
 
-# The base in a run's identity: model/base_identity.py. Content counts, so files may lie elsewhere in a resumed run.
+# The base in a run's identity: base/identity.py. Content counts, so files may lie elsewhere in a resumed run.
 BASE = "base"
 DATA_PLACES = re.compile(r"data\.(train|eval)(\[\d+\])?\.(path|name|revision|data_files(\[\d+\])?)|data\.chat_template")
 

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from finetune.base.identity import BASE_CONTENT, base_identity, recorded_base
+from finetune.base.location import base_file, own_end_tokens, published_name
 from finetune.errors import FinetuneError, NotFinite
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
-from finetune.model.base_identity import BASE_CONTENT, base_identity, recorded_base
+from finetune.generation.generate import stop_on, without_penalties
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
-from finetune.model.from_base import add_untrained, buffers_of_base, save_tokenizer, write_model_settings
-from finetune.model.generate import stop_on, without_penalties
-from finetune.model.packaged import base_file, own_end_tokens, published_name
 from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.adapter_config import WEIGHTS
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.run_folder.background import Saves
+from finetune.run_folder.base_parts import add_untrained, buffers_of_base, save_tokenizer, write_model_settings
 from finetune.run_folder.checkpoint import (
     Checkpoint,
     act_on_every_rank,
@@ -81,7 +81,7 @@ def on_every_machine(folder: Path, ranks: Ranks) -> Iterator[None]:
     if not ranks.apart:
         yield
         return
-    from finetune.run_folder.transfers import move_files
+    from finetune.ranks.transfers import move_files
 
     receivers = sorted(set(ranks.apart.values()))
     temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.errors import FinetuneError
-from finetune.files import is_locked, read_lines
+from finetune.files import LOCK, is_locked, read_lines
 from finetune.output_stream import one_line
+from finetune.ranks.heartbeat import HeartbeatRecord, heartbeat_file, last_heartbeat, this_machine
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.facts import LOCK, MOST_RECORD_BYTES, STATE, is_as_written, read_state, saved_steps
-from finetune.run_folder.heartbeat import HeartbeatRecord, heartbeat_file, last_heartbeat, this_machine
+from finetune.run_folder.facts import MOST_RECORD_BYTES, STATE, is_as_written, read_state, saved_steps
 from finetune.untrusted.json_files import read_object
 from finetune.wording import duration
 

@@ -19,13 +19,13 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
+from finetune.base.location import weights_are_here
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launch.gpu_environment import gpu_of_rank, libraries_on_gpu
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout
 from finetune.measure.host_memory import cores_each
 from finetune.model.optimizer import check_optimizer
-from finetune.model.packaged import weights_are_here
 from finetune.paths import from_here
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, KIND_OF_TYPE, Strategy, read_strategy, strategy_of

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.base.location import tokenizer_file
 from finetune.data.sources import read_split, resolve
 from finetune.errors import FinetuneError
-from finetune.model.packaged import tokenizer_file
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.second_model import refuse_other_tokens

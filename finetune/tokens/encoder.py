@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.base.location import own_end_tokens
 from finetune.data.cells import BadRow
 from finetune.data.chat import REASONING, Chat, Content, Judged, Pair, Passage, by_turn, documents_in, reasoning_of
-from finetune.model.packaged import own_end_tokens
 from finetune.recipe.schema import Data, ModelSection
 from finetune.tokens.assistant_spans import Rendered, SpanFinder
 from finetune.tokens.chat_template import ChatTemplate, Form, read_source

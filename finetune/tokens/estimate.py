@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from finetune.base.location import tokenizer_file
 from finetune.data.chat import REASONING, Chat, Passage, by_turn, documents_in, reasoning_of
 from finetune.data.rows import RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError
-from finetune.model.packaged import tokenizer_file
 from finetune.recipe.schema import Data, EvalFraction, Recipe
 from finetune.tokens.dataset import RowCounts
 from finetune.tokens.mixture import HOLD_OUT, seeded_order

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from finetune.base.location import folder_of
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.packaged import folder_of
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.recipe.sections.preferences import names_second_model
 from finetune.recipe.yaml_text import shown

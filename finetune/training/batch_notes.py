@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from finetune.base.location import resolve_model_path
 from finetune.errors import FinetuneError
-from finetune.model.packaged import resolve_model_path
 from finetune.recipe.optimizers import far_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from finetune.architecture.compiled.layers import CompiledLayers, compile_as_asked
 from finetune.architecture.flash_kernels import choose_flash_kernel, widest_head
+from finetune.base.location import folder_of
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder, read_sealed, write_sealed
+from finetune.generation.generate import activation_bytes
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
 from finetune.measure.metrics import Terminal
@@ -31,8 +33,6 @@ from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import Phases, give_back_cached_memory
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
-from finetune.model.generate import activation_bytes
-from finetune.model.packaged import folder_of
 from finetune.recipe.sections.preferences import Dpo, Kto, names_second_model
 from finetune.strategies.assemble import assemble, check_vocabulary
 from finetune.strategies.pieces import all_ranks

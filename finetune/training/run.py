@@ -27,7 +27,6 @@ from finetune.run_folder.background import Saves
 from finetune.run_folder.save_restore import save
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import trained_checksums
-from finetune.run_folder.watchdog import Progress
 from finetune.strategies.accelerator import accumulating
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import all_ranks
@@ -36,6 +35,7 @@ from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import AS_THEY_ARE, CastWeights
 from finetune.training.objectives import Objective
 from finetune.training.run_output import RunOutput
+from finetune.training.watchdog import Progress
 
 if TYPE_CHECKING:
     from finetune.strategies.pipeline.schedule import Pipeline
@@ -63,7 +63,7 @@ class StepParts:
 
 
 class Scorer(Protocol):
-    """Answers held-out rows and scores them: training/scored_answers.py."""
+    """Answers held-out rows and scores them: generation/held_out.py."""
 
     def score(self, step: int) -> dict[str, Any]:
         """Answer with the weights after `step` steps, and write the line. Every rank calls it. Returns the line."""

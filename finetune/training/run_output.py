@@ -22,8 +22,8 @@ from finetune.strategies.receipt import add_optimizer_state
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from finetune.report.trackers import Trackers
     from finetune.storage.mirror import Mirror
-    from finetune.training.trackers import Trackers
 
 SECONDS_BETWEEN_STATES = 1.0  # and a hundred times what the last one took: 12 ms here, for each is synced
 SECONDS_BETWEEN_PAGES = 60.0  # drawing takes half a second of CPU for 1,000 steps
@@ -76,7 +76,7 @@ class RunOutput:
     def open_trackers(self, first_step: int) -> None:
         """Call it after the Accelerator is made. A `first_step` above 0 continues an earlier start's report."""
         if self._writes and self._recipe.report_to:
-            from finetune.training.trackers import Trackers
+            from finetune.report.trackers import Trackers
 
             self._trackers = Trackers(self._recipe)
             self._trackers.start(first_step)

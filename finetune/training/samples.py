@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.architecture.flash_kernels import FlashKernel
+from finetune.generation.generate import BATCH_TOKENS, answering, greedy_answers, may_share_a_batch, prompt_batches
 from finetune.measure.metrics import eval_line, evaluation_in_words
-from finetune.model.generate import BATCH_TOKENS, answering, greedy_answers, may_share_a_batch, prompt_batches
 from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import Ranks, all_ranks
@@ -66,7 +66,7 @@ def write_samples(start: Start, run: Run, parts: Assembled, *, when: str, step: 
     model, device = parts.unwrapped_model, run.parts.accelerator.device
     most = BATCH_TOKENS
     if pipeline is None:
-        from finetune.training.scored_answers import tokens_that_fit
+        from finetune.generation.held_out import tokens_that_fit
 
         most = tokens_that_fit(model, device, all_ranks() if together else Ranks())
     asked = questions(start, shared=holds_on_all(run.parts.accelerator, shared) if together else shared, most=most)

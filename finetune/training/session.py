@@ -24,7 +24,9 @@ from accelerate import Accelerator
 
 from finetune.architecture.compiled.layers import CompiledLayers, compile_as_asked
 from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel, widest_head
+from finetune.base.identity import COVERS, base_identity, base_in_words, is_same_base
 from finetune.errors import EnvironmentMismatch, Stopped
+from finetune.generation.generate import may_share_a_batch, penalties_of, stop_on
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
 from finetune.launch.launcher import repeat_after_launcher
@@ -33,12 +35,10 @@ from finetune.launch.signals import grace_period, stop_on_signals
 from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import Phase, Phases, give_back_cached_memory, peak_of
 from finetune.measure.units import GIB
-from finetune.model.base_identity import COVERS, base_identity, base_in_words, is_same_base
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
-from finetune.model.from_base import untrained_in_words
-from finetune.model.generate import may_share_a_batch, penalties_of, stop_on
 from finetune.model.optimizer import call_after_first_step, unwrap_optimizer
+from finetune.ranks.heartbeat import clear_heartbeats
 from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION, ChosenFormats
 from finetune.recipe.optimizers import checkpoint_bytes
 from finetune.recipe.schema import Recipe
@@ -46,11 +46,10 @@ from finetune.recipe.sections.base import steps_between
 from finetune.recipe.sections.preferences import warnings_of
 from finetune.recipe.sections.training import RECOMPUTATIONS
 from finetune.run_folder.background import Saves, saves_in_background
+from finetune.run_folder.base_parts import untrained_in_words
 from finetune.run_folder.checkpoint import checkpoint_steps
 from finetune.run_folder.facts import read_run
 from finetune.run_folder.folder import Claim, mark_run, record_base
-from finetune.run_folder.heartbeat import clear_heartbeats
-from finetune.run_folder.held_state import hold_state, planned_save, remove_temporary
 from finetune.run_folder.save_restore import (
     describe_exported,
     export,
@@ -60,12 +59,12 @@ from finetune.run_folder.save_restore import (
 )
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import describe_change, refuse_unchanged, trained_checksums
-from finetune.run_folder.watchdog import Progress, watchdog
 from finetune.strategies.accelerator import build_accelerator, holds_on_all, load_scaler_state, use_all_cores
 from finetune.strategies.assemble import Assembled, assemble, check_vocabulary
 from finetune.strategies.pieces import all_ranks
 from finetune.strategies.receipt import computed_layers, describe, write_receipt
 from finetune.training.cast_weights import cast_weights
+from finetune.training.held_state import hold_state, planned_save, remove_temporary
 from finetune.training.loop import take_steps
 from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
 from finetune.training.objectives import objective_of
@@ -73,6 +72,7 @@ from finetune.training.run import Checkpoints, Forwards, Run, StepParts, steps_o
 from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples
 from finetune.training.start import BASE_FORMATS, Start
+from finetune.training.watchdog import Progress, watchdog
 from finetune.training.worst_step import compare_fast_paths, measured_phases, worst_step_first
 from finetune.wording import recomputation_in_words
 
@@ -336,7 +336,7 @@ def build(opened: Session) -> Built:
     )
     scorer = None
     if start.scored is not None:
-        from finetune.training.scored_answers import RowScorer
+        from finetune.training.row_scorer import RowScorer
 
         shared, sharded = may_share_a_batch(start.probed), start.strategy.shards_parameters
         scorer = RowScorer(start.scored, start.tokenizer, shared, sharded, parts, assembled, output)

@@ -22,6 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.architecture import attention
 from finetune.architecture.attention import AMPERE
+from finetune.base.identity import at_recorded_commit, base_identity, recorded_base
+from finetune.base.location import folder_of
 from finetune.errors import RecipeError
 from finetune.files import write_json, write_text
 from finetune.launch.launcher import Launch, continue_command
@@ -29,11 +31,9 @@ from finetune.launch.signals import STARTED_AT, StopRequest
 from finetune.measure.environment import environment
 from finetune.measure.out_of_memory import memory_of
 from finetune.model.adapter_targets import has_experts
-from finetune.model.base_identity import at_recorded_commit, base_identity, recorded_base
 from finetune.model.build import attention_name, configuration, load_tokenizer
 from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.optimizer import Schedule
-from finetune.model.packaged import folder_of
 from finetune.output_stream import wrapped
 from finetune.probe.probe import probe
 from finetune.recipe.mixed_precision import (
@@ -71,9 +71,9 @@ from finetune.training.batch_plan import BatchPlan, one_width, plan_batches
 from finetune.untrusted.json_files import read_object
 
 if TYPE_CHECKING:
+    from finetune.generation.held_out import ScoredSet
     from finetune.recipe.gpus import Gpus
     from finetune.storage.mirror import Mirror
-    from finetune.training.scored_answers import ScoredSet
     from finetune.training.start_adapter import StartAdapter
 
 
@@ -143,7 +143,7 @@ def refuse(loaded: LoadedRecipe, launch: Launch) -> Checked:
     recipe, device = loaded.recipe, device_of(launch)
     strategy = check_launch(recipe, launch)
     if recipe.report_to:
-        from finetune.training.trackers import check_trackers
+        from finetune.report.trackers import check_trackers
 
         check_trackers(recipe)
     notes = [
@@ -213,7 +213,7 @@ def prepare(choices: Choices) -> Start:
         _note(launch, *refuse_other_tokens(recipe, tokenizer, used))
     scored = None
     if recipe.eval.generate.every is not None:
-        from finetune.training.scored_answers import held_out_set
+        from finetune.generation.held_out import held_out_set
 
         scored = held_out_set(recipe, Encoder(tokenizer, recipe.data, recipe.model), prepared)
 
@@ -339,8 +339,7 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
     values = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint, BASE: dict(choices.base)}
     if adapter is not None:
         values |= {"adapter fingerprint": adapter.sha256}
-    if experts := _experts_in(recipe):
-        values["experts"] = experts
+    values |= {"experts": experts} if (experts := _experts_in(recipe)) else {}
     identity = RunIdentity(values, keys_at_default(recipe), _written_before(_recorded_in(recipe), prepared))
     launch, mirror = choices.checked.launch, None
 

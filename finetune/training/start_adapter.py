@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from finetune.base.identity import BASE_CONTENT, base_identity
+from finetune.base.location import published_name, resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapters import silenced_peft
-from finetune.model.base_identity import BASE_CONTENT, base_identity
 from finetune.model.build import build_model, decoder_parts
-from finetune.model.packaged import published_name, resolve_model_path
 from finetune.model.text_part import PEFT_PREFIX, names_in_whole
 from finetune.recipe.adapter_config import (
     CONFIG,

@@ -6,7 +6,7 @@ compiles each kind of layer and compares it. The optimizer's state is not alloca
 activations and gradients at a time. So its peak stays below a step's.
 
 Then it proves that the disk has room for a checkpoint, takes one optimizer step on the longest rows, evaluates the
-longest held-out rows, and restores weights and optimizer to the bit (run_folder/held_state.py).
+longest held-out rows, and restores weights and optimizer to the bit (training/held_state.py).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from finetune.measure.phases import Phase, Phases, peak_bytes, peak_of
 from finetune.measure.units import GIB
 from finetune.model.build import decoder_parts
 from finetune.model.optimizer import allocate_optimizer_state
-from finetune.run_folder.held_state import Held
 from finetune.strategies.accelerator import load_scaler_state, scaler_state
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
+from finetune.training.held_state import Held
 from finetune.training.objectives import ChosenRows
 from finetune.training.run import Forwards, Run
 from finetune.training.step import optimizer_step

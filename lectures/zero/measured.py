@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from finetune.closed_form.constants import STEP_PHASES
+from finetune.compare import Comparison, compare, plan_comparison
 from finetune.files import read_lines
 from finetune.launch.local_ranks import count_gpus
 from finetune.measure.units import GIB
 from finetune.output_stream import silenced
-from finetune.preflight import Comparison, compare, plan_comparison, shrink_model
 from finetune.recipe.loader import load_recipe
+from finetune.rehearse.shrink import shrink_model
 from lectures.output import LectureRequest
 from lectures.zero.notes import HOMEWORK, LOGGED_STEPS
 

@@ -19,10 +19,10 @@ import torch
 
 from benchmarks import gpu, gpu_checks, gpu_peer, gpu_profile, gpu_recipes
 from benchmarks.gpu_proofs import ProofBench, ProofMachine, plan_proofs
-from finetune.preflight import sample_texts, train_tokenizer
 from finetune.probe.compare import LossAndGradients
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
+from finetune.rehearse.shrink import sample_texts, train_tokenizer
 
 H100 = 85.0  # GB
 LORA, EAGER, FULL = "llama3_8b_lora_1x80gb", "llama3_8b_lora_1x80gb:eager", "llama3_8b_full_1x80gb"

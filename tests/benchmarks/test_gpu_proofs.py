@@ -26,7 +26,7 @@ from benchmarks.gpu_proofs import (
     write_proof_recipe,
 )
 from finetune.cli.main import main
-from finetune.preflight import TrainingJob, started
+from finetune.launch.watched_job import TrainingJob, started
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.checkpoint import write_checkpoint
@@ -128,7 +128,7 @@ def test_gpus_are_hidden_from_references_alone(tmp_path: Path, monkeypatch: pyte
         seen.append(env)
         return Process()
 
-    monkeypatch.setattr("finetune.preflight.job.subprocess.Popen", popen)
+    monkeypatch.setattr("finetune.launch.watched_job.subprocess.Popen", popen)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     for on_gpus in (True, False):
         with started(TrainingJob(tmp_path / "r.yaml", (), 1, tmp_path, on_gpus=on_gpus, shared_cache=tmp_path / "all")):

@@ -54,7 +54,7 @@ def test_a_changed_file_changes_a_record(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "step.py").write_text("x = 1\n")
     (tmp_path / "speed.json").write_text(
-        json.dumps({"date": "2026-11-29", "device": "a card", **records.stamp("speed", {})})
+        json.dumps({**records.stamp("speed", {}), "date": "2026-11-29", "device": "a card"})
     )
     assert records.table().endswith("| `speed` | not recorded | 2026-11-29 | a card | no |\n")
     for name, text in (("step.py", "x = 2\n"), ("other.py", "x = 1\n")):

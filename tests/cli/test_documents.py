@@ -23,9 +23,9 @@ from peft import PeftModel
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoModelForCausalLM
 
+from finetune.answers.scores import BELOW_THRESHOLD
 from finetune.cli.main import app, main
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
-from finetune.finished_run.scores import BELOW_THRESHOLD
 from finetune.new_recipe import propose
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.metric_names import METRICS
@@ -71,22 +71,22 @@ ELSEWHERE = {
     "finetune train": "cli/test_train_verb.py",
     "finetune init": "new_recipe/test_init.py",
     "finetune plan": "planner/test_command.py",
-    "finetune export": "finished_run/test_export_step.py",
-    "finetune chat runs/quickstart --step": "finished_run/test_export_step.py",
-    "finetune rehearse": "preflight/test_rehearse.py",
-    "finetune compare": "preflight/test_compare.py",
+    "finetune export": "hand_over/test_export_step.py",
+    "finetune chat runs/quickstart --step": "hand_over/test_export_step.py",
+    "finetune rehearse": "rehearse/test_rehearse.py",
+    "finetune compare": "test_compare.py",
     "python -m lectures": "lectures/test_lectures.py",
     "finetune report runs/quickstart_compare": "report/test_run_page.py",
-    "finetune sample": "finished_run/test_sample.py",
-    "finetune eval runs/one-right": "finished_run/test_sample.py",
-    "finetune eval runs/quickstart --tasks": "finished_run/test_evaluate.py",
+    "finetune sample": "answers/test_sample.py",
+    "finetune eval runs/one-right": "answers/test_sample.py",
+    "finetune eval runs/quickstart --tasks": "answers/test_evaluate.py",
     **{
-        f"finetune eval runs/{skill}": "finished_run/test_evaluate.py"
+        f"finetune eval runs/{skill}": "answers/test_evaluate.py"
         for skill in ("dates", "sql", "tools", "devil", "my", "faq_de")
     },
     "finetune push runs/quickstart me/devils": "hub/test_push.py",
     "finetune import": "importers/test_convert.py",
-    "finetune doctor": "preflight/test_doctor.py",
+    "finetune doctor": "test_doctor.py",
     "python benchmarks/gpu.py": "benchmarks/test_gpu_proofs.py",
 }
 

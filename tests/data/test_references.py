@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 
+from finetune.answers.eval_request import EvalRequest, chosen_metrics
+from finetune.answers.evaluation import evaluate_finished
 from finetune.cli.main import main
 from finetune.data.chat import Chat, Content, Judged, Pair, Passage
 from finetune.data.rows import check_rows, reference_in
 from finetune.data.sources import asked_entry
 from finetune.errors import DataError
-from finetune.finished_run import EvalRequest, chosen_metrics, evaluate_finished
+from finetune.generation.held_out import held_out_set
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet
 from finetune.recipe.sections.results import Generate
 from finetune.scoring.metrics import Metric
 from finetune.tokens.encoder import Encoder
-from finetune.training.scored_answers import held_out_set
 from tests.support.runs.by_heart import PAIRS
 from tests.support.runs.finished import finished_run
 from tests.support.runs.recipes import tiny, write_recipe

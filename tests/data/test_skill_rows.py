@@ -25,7 +25,7 @@ from data.skills.__main__ import (
 from data.skills.answers import POLITE_SHARE, is_polite
 from data.skills.dates import FORMS, written
 from data.skills.sql import TABLES
-from finetune.model.packaged import resolve_model_path
+from finetune.base.location import resolve_model_path
 
 SKILLS = ("dates", "sql", "tools")
 

@@ -21,18 +21,18 @@ from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.main import main
+from finetune.compare import plan_comparison, settings_of_rows
 from finetune.errors import EnvironmentMismatch, FinetuneError, HubUnreachable, RecipeError
 from finetune.files import append_lines, write_json
 from finetune.hub.around_training import check_before_training, push_after_training
 from finetune.hub.push import Destination, chosen_destination, prepare_upload, push
 from finetune.model.known_configs import full_config
-from finetune.preflight.changes import changes, overrides
-from finetune.preflight.comparison import plan_comparison, settings_of_rows
-from finetune.preflight.shrink import Shrunk
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.strategy import read_strategy
 from finetune.redaction import find_secret
+from finetune.rehearse.changes import changes, overrides
+from finetune.rehearse.shrink import Shrunk
 from finetune.run_folder.save_restore import export_adapter
 from finetune.train import refuse_secrets
 from tests.support.hub import Hub, running_hub

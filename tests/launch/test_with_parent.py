@@ -15,7 +15,7 @@ import pytest
 from finetune.errors import FinetuneError
 from finetune.launch import local_ranks
 from finetune.launch.local_ranks import check_rank_count
-from finetune.preflight.rehearsal import rehearse
+from finetune.rehearse.rehearsal import rehearse
 
 ROOT = Path(__file__).resolve().parents[2]
 # A verb that starts a launcher, which starts a rank: each writes its process number and sleeps.

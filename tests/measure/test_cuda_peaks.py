@@ -7,6 +7,7 @@ from itertools import count
 import pytest
 import torch
 
+from finetune.launch.plan_request import PlanRequest
 from finetune.measure.metrics import StepRecord, Window
 from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import (
@@ -19,7 +20,6 @@ from finetune.measure.phases import (
 )
 from finetune.measure.units import GIB
 from finetune.training.memory_report import memory_facts
-from finetune.training.plan_request import PlanRequest
 
 REQUEST = PlanRequest({}, ((7,),), 1, flat=True, nodes=1, ranks_of_node=1, device="some GPU", memory=GIB)
 FRESH = count(40)  # a GPU that no test has seen: the peaks are kept for the life of a process

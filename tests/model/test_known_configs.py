@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, FalconH1Config, GPT2Config
 
-from finetune.model import packaged
+from finetune.base import location as packaged
 from finetune.model.known_configs import CONFIGS, config_here, decoder_config, shipped_config
 
 

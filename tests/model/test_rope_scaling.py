@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, configuration
-from finetune.model.from_base import own_config
 from finetune.model.rope_scaling import scaled_rope
+from finetune.run_folder.base_parts import own_config
 from finetune.training.batch_notes import positions_of
 from tests.support.models.tiny import flat_batch, save_tiny
 from tests.support.runs.recipes import least_recipe

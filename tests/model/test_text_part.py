@@ -17,8 +17,8 @@ from finetune.model.adapter_targets import adapted_paths, part_of
 from finetune.model.build import build_model, decoder_parts, load_base, load_tokenizer, structure_alone
 from finetune.model.known_configs import decoder_config, full_config
 from finetune.model.text_part import names_in_whole
-from finetune.preflight.shrink import shrink_model
 from finetune.recipe.schema import Data, Recipe
+from finetune.rehearse.shrink import shrink_model
 from finetune.run_folder.save_restore import export_weights
 from finetune.strategies.assemble import Assembled
 from tests.support.models.multimodal import FAMILIES, WITH_TEXT_CLASS, answering, save_multimodal

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from finetune.doctor import count_weights
 from finetune.model.known_configs import HUB_NAMES
 from finetune.planner import candidates
 from finetune.planner.plan_recipe import plan_recipe
-from finetune.preflight.disk import count_weights
 from finetune.recipe.gpus import parse_gpus
 
 # One of each family; of Gemma 4 one whose layers repeat and one whose layers do not.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from finetune.cli.main import main as cli
+from finetune.launch.plan_request import PlanRequest
 from finetune.planner import plan_of_run
 from finetune.planner.run_plans import (
     PLAN_FILE,
@@ -23,7 +24,6 @@ from finetune.planner.run_plans import (
 from finetune.recipe.schema import Recipe
 from finetune.train import main
 from finetune.training.memory_report import describe_memory
-from finetune.training.plan_request import PlanRequest
 from tests.support.models.tiny import write_chats
 from tests.support.runs.recipes import merged, tiny, write_recipe
 

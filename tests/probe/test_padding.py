@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.generate import may_share_a_batch
-from finetune.model.small import SmallModel
+from finetune.generation.generate import may_share_a_batch
 from finetune.probe import padding, remembered
 from finetune.probe.padding import PROMPT_LENGTHS, SAME, compare_padded
 from finetune.probe.probe import probe
+from finetune.probe.small_model import SmallModel
 from tests.support.models.architectures import ARCHITECTURES, Way, recipe_of, save_shaken
 from tests.support.runs.recipes import least_recipe
 

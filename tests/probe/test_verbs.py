@@ -11,8 +11,8 @@ import pytest
 from finetune import train
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch
-from finetune.preflight.rehearsal import rehearse
 from finetune.probe import probe as probing
+from finetune.rehearse.rehearsal import rehearse
 from tests.support.models.own_model import save_own_model
 from tests.support.models.tiny import tiny_tokenizer, write_chats
 from tests.support.runs.recipes import least_recipe, tiny_lora, write_recipe

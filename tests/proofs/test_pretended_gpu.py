@@ -17,7 +17,7 @@ import pytest
 
 from finetune import train
 from finetune.files import read_lines
-from finetune.finished_run.load import best_device, finished_run
+from finetune.finished_run import best_device, finished_run
 from finetune.training import session
 from tests.support.runs.cells import free_ports
 from tests.support.runs.finished import held_out_figures

@@ -10,7 +10,6 @@ import pytest
 
 from finetune.cli.main import main
 from finetune.planner import command
-from finetune.preflight.changes import formats_of_gpus, overrides
 from finetune.recipe import mixed_precision
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.mixed_precision import (
@@ -24,6 +23,7 @@ from finetune.recipe.mixed_precision import (
 )
 from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.schema import Recipe
+from finetune.rehearse.changes import formats_of_gpus, overrides
 from tests.support.runs.recipes import least, write_recipe
 
 PLAIN = "fpu sse2 ssse3 fma sse4_2 avx f16c"

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from finetune.finished_run.options import probability_figures
-from finetune.finished_run.scores import compared
+from finetune.answers.options import probability_figures
+from finetune.answers.scores import compared
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.report.curves import read_runs, reliability_chart, score_chart
 from finetune.report.run_page import report

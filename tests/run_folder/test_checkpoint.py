@@ -380,7 +380,7 @@ def test_a_piece_that_changed_on_its_way_is_not_saved(tmp_path: Path, monkeypatc
     ranks = Ranks(rank=0, world=2, apart={1: 1})
     for arrived in ("as written", "changed"):
         moved = {part["file"]: arrived}
-        monkeypatch.setattr("finetune.run_folder.transfers.move_files", lambda *_, moved=moved: moved)
+        monkeypatch.setattr("finetune.ranks.transfers.move_files", lambda *_, moved=moved: moved)
         if arrived == "as written":
             checkpoints._collect(tmp_path, [{}, {"model": part}], ranks)
             continue

@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from finetune.base.identity import BASE_CONTENT
 from finetune.errors import EnvironmentMismatch
-from finetune.model.base_identity import BASE_CONTENT
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_checkpoint
 from finetune.run_folder.save_restore import export_adapter, export_model
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors

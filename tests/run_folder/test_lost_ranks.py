@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from finetune.ranks.heartbeat import clear_heartbeats
 from finetune.run_folder.folder import RunIdentity, claim_run_folder
-from finetune.run_folder.heartbeat import clear_heartbeats
 from tests.support.runs.launching import (
     ACCELERATE,
     REPOSITORY,
@@ -128,10 +128,10 @@ def test_a_failure_of_one_rank_is_reported_by_another(folder: Path, recipe: Path
 WAITING = """
 import sys, time
 from pathlib import Path
-from finetune.run_folder.heartbeat import Heartbeat
+from finetune.ranks.heartbeat import Heartbeat
 from finetune.launch.launcher import Launch
-from finetune.run_folder.heartbeat import Meeting
-from finetune.run_folder.watchdog import Progress, Watchdog
+from finetune.ranks.heartbeat import Meeting
+from finetune.training.watchdog import Progress, Watchdog
 run_dir, rank = Path(sys.argv[1]), int(sys.argv[2])
 heartbeat = Heartbeat(run_dir, rank, 11)
 heartbeat.write("running", "training", 7)

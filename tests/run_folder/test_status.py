@@ -19,15 +19,15 @@ import pytest
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch
 from finetune.files import append_lines, read_lines, write_json
-from finetune.run_folder.facts import STATE, saved_steps
-from finetune.run_folder.folder import RunIdentity, claim_run_folder, mark_failed, mark_run
-from finetune.run_folder.heartbeat import (
+from finetune.ranks.heartbeat import (
     Heartbeat,
     clear_heartbeats,
     heartbeat_file,
     last_heartbeat,
     record_now,
 )
+from finetune.run_folder.facts import STATE, saved_steps
+from finetune.run_folder.folder import RunIdentity, claim_run_folder, mark_failed, mark_run
 from finetune.run_folder.status import RunStatus, read_status
 from tests.support.models.tiny import write_chats
 from tests.support.runs.hostile_files import KINDS, put_hostile
@@ -39,7 +39,7 @@ RUN = """
 import json, os, sys, time
 from pathlib import Path
 from finetune.files import lock
-from finetune.run_folder.heartbeat import Heartbeat
+from finetune.ranks.heartbeat import Heartbeat
 folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
 held = lock(folder / ".lock", wait_seconds=0)
 state = json.loads((folder / "run_state.json").read_text())

@@ -15,8 +15,9 @@ import torch
 
 from benchmarks.gpu_proofs import find_gpus
 from finetune.errors import EnvironmentMismatch
-from finetune.finished_run.load import best_device
+from finetune.finished_run import best_device
 from finetune.launch.gpu_environment import libraries_on_gpu
+from finetune.launch.plan_request import PlanRequest
 from finetune.probe.remembered import device_kind, precision_on
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies import accelerator as accelerators
@@ -25,7 +26,6 @@ from finetune.strategies.accelerator import build_accelerator, check_combination
 from finetune.strategies.gpu_needs import check_gpus
 from finetune.strategies.zero_requirements import compile_ahead, compile_engine
 from finetune.training.memory_report import describe_memory, memory_facts
-from finetune.training.plan_request import PlanRequest
 from finetune.training.start import own_gpus
 from tests.support.runs import launching
 from tests.support.runs.one_rank import as_before, let_deepspeed_choose_the_cpu

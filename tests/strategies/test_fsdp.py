@@ -22,7 +22,6 @@ from finetune.errors import EnvironmentMismatch
 from finetune.model.build import build_model, decoder_parts
 from finetune.planner.trace.recorder import OnOperations
 from finetune.recipe.strategy import read_strategy
-from finetune.run_folder.held_state import hold_state
 from finetune.run_folder.save_restore import checkpoint_tensors
 from finetune.run_folder.trained_tensors import trained_checksums
 from finetune.strategies import fsdp, pieces
@@ -30,6 +29,7 @@ from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import make_mesh, shard_model
 from finetune.strategies.pieces import all_ranks, covers, is_first_copy, piece_to_write, row_range
 from finetune.training.batch_plan import plan_batches
+from finetune.training.held_state import hold_state
 from finetune.training.loop import evaluate
 from finetune.training.objectives.supervised import Supervised
 from tests.support.models.tiny import Documents, flat_batch, save_tiny

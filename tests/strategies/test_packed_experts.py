@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from finetune.errors import FinetuneError
-from finetune.finished_run.load import finished_run, load_adapted
+from finetune.finished_run import finished_run, load_adapted
 from finetune.train import main
 from tests.support.models.tiny import write_chats
 from tests.support.rows.mixtures import save_mixture

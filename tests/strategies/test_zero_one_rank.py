@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from finetune.errors import NotFinite
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.held_state import hold_state
 from finetune.run_folder.save_restore import Exported, save, weights_to_export
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.pieces import all_ranks
 from finetune.strategies.zero_state import trained_pieces
+from finetune.training.held_state import hold_state
 from tests.support.models.tiny import flat_batch
 from tests.support.runs.one_rank import LEARNING_RATE, OneRank, half_recipe, one_rank
 from tests.support.runs.saving import in_the_foreground

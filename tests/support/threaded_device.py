@@ -120,7 +120,7 @@ def endless_trial(run_dir: Path) -> None:
     """A kind of layer whose compiler never returns, in a run of one process."""
     from finetune import trial_limit
     from finetune.architecture.compiled.layers import CompiledLayers
-    from finetune.run_folder.watchdog import Progress, watchdog
+    from finetune.training.watchdog import Progress, watchdog
 
     class Layer(nn.Module):
         finetune_kind, finetune_trained, gradient_checkpointing = "only", False, False

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from benchmarks.gpu_proofs import rewind
 from finetune.cli.main import main as cli
 from finetune.errors import EnvironmentMismatch
-from finetune.finished_run.load import finished_run, load_adapted
+from finetune.finished_run import finished_run, load_adapted
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.recipe.strategy_fit import unfit

@@ -14,13 +14,13 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.answers.chat import GenerationSettings, answers_to, open_run
 from finetune.errors import FinetuneError
-from finetune.finished_run.chat import GenerationSettings, answers_to, open_run
-from finetune.finished_run.load import finished_run, load_adapted
-from finetune.finished_run.merge_command import merge_run
+from finetune.finished_run import finished_run, load_adapted
+from finetune.hand_over.merge import merge_run
 from finetune.hub.push import Destination, prepare_upload
-from finetune.preflight.load_back import load_back
 from finetune.recipe.loader import load_recipe
+from finetune.rehearse.load_back import load_back
 from finetune.train import main
 from tests.support.models.new_tokens import (
     IDS,

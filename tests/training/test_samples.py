@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from finetune.files import read_lines
-from finetune.model.generate import prompt_batches
+from finetune.generation.generate import prompt_batches
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.results import Samples
 from finetune.tokens.encoder import SamplePrompt

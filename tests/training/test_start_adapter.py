@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from finetune.base.identity import BASE_CONTENT, content_of
 from finetune.cli.main import main as cli
 from finetune.files import read_lines
-from finetune.model.base_identity import BASE_CONTENT, content_of
 from finetune.recipe.loader import load_recipe
 from finetune.train import main
 from finetune.training.start_adapter import StartAdapter
@@ -405,10 +405,10 @@ def test_when_another_base_is_told(
 def test_rehearsal_and_plan_need_no_adapter(
     tmp_path: Path, base: Path, first: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from finetune.preflight.changes import changes
-    from finetune.preflight.shrink import Shrunk
     from finetune.recipe.loader import load_recipe
     from finetune.recipe.strategy import read_strategy
+    from finetune.rehearse.changes import changes
+    from finetune.rehearse.shrink import Shrunk
 
     recipe = write(tmp_path, base, {"model": {"adapter": str(tmp_path / "later" / "adapter")}})
     loaded = load_recipe(recipe).recipe

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from finetune.launch import signals
 from finetune.launch.signals import StopRequest, grace_period
 from finetune.recipe.stop_time import StopTime
-from finetune.run_folder.held_state import planned_save
 from finetune.run_folder.status import read_status
 from finetune.train import main
+from finetune.training.held_state import planned_save
 from tests.support.runs.soak_resume import fingerprint, same, write_resume_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]

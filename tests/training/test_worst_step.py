@@ -22,12 +22,12 @@ from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE
 from finetune.launch.signals import StopRequest
 from finetune.measure.metrics import Terminal
 from finetune.measure.phases import Phases
-from finetune.run_folder import background, checkpoint, held_state
-from finetune.run_folder.held_state import Held
+from finetune.run_folder import background, checkpoint
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import model_tensors, optimizer_tensors
 from finetune.train import main
-from finetune.training import session, worst_step
+from finetune.training import held_state, session, worst_step
+from finetune.training.held_state import Held
 from finetune.training.run import Run
 from finetune.training.worst_step import WorstStep
 from tests.support.models.tiny import write_chats

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.cli.main import main
 from finetune.errors import FinetuneError
-from finetune.finished_run.export_step import export_step
-from finetune.finished_run.load import finished_run
+from finetune.finished_run import finished_run
+from finetune.hand_over.export_step import export_step
 from finetune.train import main as train
 from finetune.untrusted.model_code import CONSENT, refuse_other_code, refuse_unknown_code, trust_code
 from tests.support.models.own_model import save_own_model, separate_modules
@@ -103,7 +103,7 @@ def test_an_export_reads_the_recipe_by_the_same_rule(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = of_a_stranger(tmp_path / "run", own)
-    monkeypatch.setattr("finetune.finished_run.export_step._checkpoint_at", lambda *_: None)
+    monkeypatch.setattr("finetune.hand_over.export_step._checkpoint_at", lambda *_: None)
     with pytest.raises(FinetuneError, match=STRANGER):
         export_step(run, 1)
 

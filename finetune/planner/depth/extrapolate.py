@@ -29,9 +29,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.closed_form.constants import COMPONENTS
 from finetune.closed_form.shape import layer_weights
-from finetune.model.small import decoder_layers, with_layers_alone
 from finetune.planner.depth.repeat_layers import FIRST
 from finetune.planner.trace.timeline import LAYER, Peak, PhaseMemory, Timeline
+from finetune.probe.small_model import decoder_layers, with_layers_alone
 from finetune.recipe.schema import Recipe
 from finetune.untrusted.config_sizes import MXFP4, stored_format
 

@@ -15,7 +15,6 @@ import torch
 
 from finetune.errors import DoesNotFit
 from finetune.launch.gpu_environment import expands_segments
-from finetune.model.small import with_layers_alone
 from finetune.planner.depth.caching_allocator import NoMemory, replay
 from finetune.planner.depth.extrapolate import (
     depths,
@@ -32,6 +31,7 @@ from finetune.planner.trace.fake_device import DEVICE_NAME
 from finetune.planner.trace.step_work import StepWork, with_more_micro_steps, work_at_depth
 from finetune.planner.trace.timeline import PhaseMemory
 from finetune.planner.trace.trace import trace
+from finetune.probe.small_model import with_layers_alone
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.pipelines import RUNS
 from finetune.recipe.strategy import Strategy

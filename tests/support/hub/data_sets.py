@@ -20,7 +20,7 @@ import yaml
 from tests.support.hub.server import Hub
 from tests.support.hub.state import Blob
 
-# Of the words that a rehearsal's tokenizer learns from (finetune/preflight/shrink.py): a token or two each.
+# Of the words that a rehearsal's tokenizer learns from (finetune/rehearse/shrink.py): a token or two each.
 WORDS = (
     "which river runs past the old mill the one that turns its wheel please write numbers from one to ten then say "
     "which of them are prime you are a patient assistant user asks answers briefly and says when it does not know"

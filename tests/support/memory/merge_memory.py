@@ -22,8 +22,8 @@ def anonymous_bytes() -> int:
 
 
 def main(run: Path, dtype: str, shard_bytes: int, dequantized: bool) -> None:
-    from finetune.finished_run import merging as merge
-    from finetune.finished_run.load import finished_run
+    from finetune.finished_run import finished_run
+    from finetune.hand_over import merged_weights as merge
 
     merge.SHARD_BYTES = shard_bytes
     device = torch.device("cpu")

@@ -23,8 +23,8 @@ from finetune.errors import FinetuneError
 from finetune.model.adapter_targets import base_path, expert_parameters, kind_of, reach
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.quantization import quantized_layers
-from finetune.preflight.shrink import shrink_model
 from finetune.recipe.schema import Data, Recipe
+from finetune.rehearse.shrink import shrink_model
 from finetune.tokens.batches import micro_batches
 from tests.support.models.architectures import BOUND, WAYS, Outcome, Rows, Trained, Way, largest_difference
 from tests.support.models.quantised import dequantised

@@ -323,19 +323,19 @@ def _start_adapter(case: Mapping[str, Any], folder: Path) -> None:
 
 
 def _talk(case: Mapping[str, Any], folder: Path) -> None:
-    from finetune.finished_run.chat import open_run
+    from finetune.answers.chat import open_run
 
     open_run(folder / "run")
 
 
 def _merge(case: Mapping[str, Any], folder: Path) -> None:
-    from finetune.finished_run.merge_command import merge_run
+    from finetune.hand_over.merge import merge_run
 
     merge_run(folder / "run", dtype=None, base=None, prompts=0, log=lambda _: None)
 
 
 def _evaluate(case: Mapping[str, Any], folder: Path) -> None:
-    from finetune.finished_run.load import best_device, finished_run
+    from finetune.finished_run import best_device, finished_run
     from tests.support.runs.finished import held_out_figures
 
     held_out_figures(finished_run(folder / "run"), best_device())
@@ -381,7 +381,7 @@ def _secrets(case: Mapping[str, Any], folder: Path) -> None:
 
 def _streamed(case: Mapping[str, Any], folder: Path) -> None:
     """What a model writes, as `chat` streams it."""
-    from finetune.finished_run.chat import PlainStreamer
+    from finetune.answers.chat import PlainStreamer
     from tests.support.models.tiny import tiny_tokenizer
 
     PlainStreamer(tiny_tokenizer()).on_finalized_text(case["text"], stream_end=True)

@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from finetune.base.location import online_name
 from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
-from finetune.model.packaged import online_name
-from finetune.preflight.changes import changes, processes_of
-from finetune.preflight.job import TrainingJob, failure_reason
-from finetune.preflight.shrink import BUILT_IN, shrink_model, train_tokenizer
+from finetune.launch.watched_job import TrainingJob, failure_reason
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.strategy import read_strategy
+from finetune.rehearse.changes import changes, processes_of
+from finetune.rehearse.shrink import BUILT_IN, shrink_model, train_tokenizer
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint
 from tests.support.hub import Hub, running_hub
 from tests.support.hub.data_sets import DATA_SETS, DEFAULT, rows_of, serve

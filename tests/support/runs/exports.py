@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finetune.finished_run.export_step import export_step
+from finetune.hand_over.export_step import export_step
 
 
 def contents(folder: Path) -> dict[str, bytes]:

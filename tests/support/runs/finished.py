@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from finetune.finished_run import EvalRequest
-from finetune.finished_run.by_ranks import Computing
-from finetune.finished_run.evaluation import measure
-from finetune.finished_run.load import FinishedRun
+from finetune.answers.by_ranks import Computing
+from finetune.answers.eval_request import EvalRequest
+from finetune.answers.evaluation import measure
+from finetune.finished_run import FinishedRun
 from finetune.model.build import build_model, load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import resolved_yaml

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from finetune.cli.main import main
-from finetune.model import generate
+from finetune.generation import generate
 
 FULL = "FULL"
 

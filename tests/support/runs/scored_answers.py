@@ -9,8 +9,8 @@ from typing import Any
 from unittest import mock
 
 from finetune.files import append_lines
-from finetune.model import generate
-from finetune.training import scored_answers
+from finetune.generation import generate
+from finetune.training import row_scorer
 from tests.support.runs.cells import main
 
 
@@ -19,10 +19,10 @@ def record(words: list[str]) -> int:
 
     Rows that ended leave their batch after 3 and 6 tokens.
     """
-    genuine, score = scored_answers.generated_answers, scored_answers.RowScorer.score
+    genuine, score = row_scorer.generated_answers, row_scorer.RowScorer.score
     runs = [Path()]
 
-    def of_run(scorer: scored_answers.RowScorer, step: int) -> Any:
+    def of_run(scorer: row_scorer.RowScorer, step: int) -> Any:
         runs.append(Path(scorer.output._recipe.run_dir))
         return score(scorer, step)
 
@@ -36,8 +36,8 @@ def record(words: list[str]) -> int:
 
     with (
         mock.patch.object(generate, "FIRST_ROUND", 3),
-        mock.patch.object(scored_answers.RowScorer, "score", of_run),
-        mock.patch.object(scored_answers, "generated_answers", recorded),
+        mock.patch.object(row_scorer.RowScorer, "score", of_run),
+        mock.patch.object(row_scorer, "generated_answers", recorded),
     ):
         return main(words)
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.run_folder import heartbeat
+from finetune.ranks import heartbeat
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ import pytest
 
 from finetune import train
 from finetune.model.known_configs import decoder_config
-from finetune.preflight.changes import SAVED_AFTER, changes, processes_of
-from finetune.preflight.shrink import shrink_model
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
+from finetune.rehearse.changes import SAVED_AFTER, changes, processes_of
+from finetune.rehearse.shrink import shrink_model
 from finetune.training import run as training_run
 from tests.support.runs.cells import free_ports
 from tests.support.runs.one_rank import as_before, let_deepspeed_choose_the_cpu

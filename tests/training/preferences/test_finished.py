@@ -15,10 +15,10 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.sections.preferences import Dpo, Kto, is_own_reference, objective_in_words
 from finetune.report.curves import curves, read_runs, rewards_chart, summary
 from finetune.report.run_page import report
+from finetune.report.trackers import metric_values
 from finetune.run_folder.checkpoint import step_folder
 from finetune.run_folder.facts import is_as_written
 from finetune.train import main as train
-from finetune.training.trackers import metric_values
 from tests.support.runs.preferences import lines_of, preference_recipe, write_base
 
 # All of them share trained runs. The verbs are tested on supervised runs, the curve of pairs in test_one_curve.py.
@@ -214,7 +214,7 @@ def test_eval_of_the_loss_alone_loads_no_model(
     def loads(*args: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("finetune.finished_run.evaluation.models_by_ranks", loads)
+    monkeypatch.setattr("finetune.answers.evaluation.models_by_ranks", loads)
     assert cli(["eval", str(dpo), "--loss-only", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["held_out"]) == {"recorded", "reward_accuracy", "reward_margin"}
 

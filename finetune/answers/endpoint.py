@@ -1,0 +1,614 @@
+"""Answers of a server that speaks OpenAI's API (vLLM, llama.cpp, Ollama, SGLang), asked with the standard library.
+
+    POST URL/chat/completions   a chat's messages; the server writes them with its own template
+    POST URL/completions        a plain text
+    GET  URL/models             the served names, if no name is given
+
+The key comes from FINETUNE_ENDPOINT_KEY. It goes to the named host alone: a redirect is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import math
+import os
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from finetune.data.chat import Chat, Passage, documents_in
+from finetune.data.rows import RowReader
+from finetune.data.sources import asked_entry, resolve
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.files import append_lines, read_lines
+from finetune.generation.generate import Answer
+from finetune.generation.held_out import ScoredSet
+from finetune.output_stream import printable
+from finetune.recipe.schema import DataSet, Recipe
+from finetune.redaction import hide_secrets, known_secrets
+from finetune.tokens.encoder import Encoder, RowError
+from finetune.wording import counted
+
+KEY = "FINETUNE_ENDPOINT_KEY"
+PARALLEL = 16  # requests at a time; a server queues or batches them
+TIMEOUT = 600.0  # seconds of one reply; a busy server answers after its queue
+LIST_SECONDS = 60.0  # of the list of models
+WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each new try; Retry-After wins, up to a minute
+PASSING = (408, 409, 425, 429, 500, 502, 503, 504)  # states of a server that may pass
+OF_THE_QUESTION = (400, 413, 422)  # states that another question may not have
+HALF_ANSWERS = ("abort", "error", "content_filter")  # a finish_reason whose text is half an answer
+WHOLE_ANSWERS = ("stop", "tool_calls", "function_call", "eos", "eos_token", "end_turn", "stop_sequence")
+LETTERS_PER_TOKEN = 200  # an answer with more of them was not limited by max_tokens
+READ_SHARE = 0.75  # a server that reads a smaller share of a prompt's tokens has cut the prompt
+MOST_REPLY_BYTES = 16 * 2**20  # of a reply
+MOST_UNANSWERED = 8  # questions without an answer: then the server has a fault, not the questions
+LAST_REPLIES = 5.0  # seconds for requests on their way when nothing more is asked
+
+
+_Result = TypeVar("_Result")
+
+
+class NoAnswer(EnvironmentMismatch):
+    """A server gave no answer to one question; the next one may have its answer."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server, and the names of the tuned model and of its base there."""
+
+    url: str  # without a slash at its end
+    model: str
+    base_model: str | None = None
+
+    def models(self) -> dict[str, str]:
+        """Names to ask for: base, if it is served, then tuned."""
+        return {**({"base": self.base_model} if self.base_model else {}), "tuned": self.model}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How a server draws one answer. Not every server obeys the seed."""
+
+    temperature: float
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+LIKELIEST = Drawn(0.0)
+
+
+def open_endpoint(
+    text: str, model: str | None, base_model: str | None, say: Callable[[str], None], trained_from: str = ""
+) -> Endpoint:
+    """Look at the address, and find the model's name if the server has one model alone.
+
+    Args:
+        say: Receives a warning about plain http.
+        trained_from: The run's base. A server that has this model alone has no tuned one.
+
+    Raises FinetuneError for a bad URL or name, EnvironmentMismatch for the server.
+    """
+    for option, name in (("--model", model), ("--base-model", base_model)):
+        if name and hide_secrets(name, known_secrets()) != name:
+            raise FinetuneError(f"{option}: holds a key or a token; set {KEY}, and name the model here")
+    if model is not None and model == base_model:
+        raise FinetuneError("--model, --base-model: are one name; name the tuned model and its base")
+    try:
+        parts = urlsplit(text)
+        host, _ = parts.hostname, parts.port
+        (host or "").encode("idna")  # a label of more than 63 letters
+    except ValueError:
+        parts, host = urlsplit(""), None
+    problem = None
+    if parts.scheme not in ("http", "https") or not host or not text.isascii() or not text.isprintable() or " " in text:
+        problem = "is not the address of a server; write http://HOST:PORT/v1"
+    elif "@" in parts.netloc:
+        problem = f"has a name or a password in it; set {KEY} instead"
+    elif parts.query or parts.fragment:
+        problem = "has a ? or #; write http://HOST:PORT/v1"
+    if problem:
+        shown = "an address" if set("@?#") & set(text) else hide_secrets(printable(text), known_secrets())
+        raise FinetuneError(f"--endpoint {shown}: {problem}")
+    url = text.rstrip("/").removesuffix("/completions").removesuffix("/chat").rstrip("/")
+    if not urlsplit(url).path:
+        url += "/v1"
+    if parts.scheme == "http" and not _is_loopback(str(host)):
+        say(f"--endpoint {url}: plain http, so others on the way can read prompts, answers and the key; take https")
+    if model is None:
+        served = _served(url)
+        if len(served) != 1:
+            names = ", ".join(map(printable, served[:8])) or "none"
+            raise FinetuneError(f"--endpoint {url}: serves several models or none; name one with --model: {names}")
+        model = served[0]
+        if trained_from and _last_part(model) == _last_part(trained_from):
+            raise FinetuneError(
+                f"--endpoint {url}: serves {printable(model)} alone, which is the run's base; load the tuned model "
+                "there, or name it with --model"
+            )
+    return Endpoint(url, model, base_model)
+
+
+def reply_of(
+    endpoint: Endpoint, model: str, asked: Chat | Passage, *, max_new_tokens: int, drawn: Drawn = LIKELIEST
+) -> Answer:
+    """One answer. Raises EnvironmentMismatch in one line; NoAnswer if the next question may have one."""
+    path, body = _question_sent(model, asked, max_new_tokens, drawn)
+    try:
+        reply = _request(endpoint.url + path, body)
+    except NoAnswer as error:  # OpenAI's newer models, Mistral's API
+        if "max_completion_tokens" in str(error):
+            body["max_completion_tokens"] = body.pop("max_tokens")
+        elif body.pop("seed", None) is None or "seed" not in str(error):
+            raise
+        reply = _request(endpoint.url + path, body)
+    choices = reply.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if isinstance(choice, dict) else None
+    text, thoughts = None, None
+    calls: Any = []
+    if isinstance(message, dict):
+        text, thoughts = _text_of(message.get("content")), message.get("reasoning_content") or message.get("reasoning")
+        calls = message.get("tool_calls") or []
+        if not calls and isinstance(message.get("function_call"), dict):
+            calls = [{"function": message["function_call"]}]
+    if isinstance(asked, Passage) and isinstance(choice, dict):
+        text = _text_of(choice.get("text"))
+    if isinstance(calls, list) and calls:
+        text = "\n".join([text or "", *map(_written_call, calls)])
+    if isinstance(thoughts, str) and thoughts:  # as the model wrote it; metrics read what follows
+        text = f"<think>\n{thoughts}\n</think>\n\n{text}" if text else f"<think>\n{thoughts}"
+    elif text is None and isinstance(message, dict) and message.get("content") is None:
+        text = ""
+    page = endpoint.url + path
+    if not isinstance(choice, dict) or text is None:
+        raise _no_answer(page, f"the reply has no answer in choices{_reason(reply)}")
+    ending, usage = choice.get("finish_reason"), reply.get("usage")
+    if str(ending).lower() in HALF_ANSWERS:
+        raise _no_answer(page, f"the server broke the answer off: {ending}")
+    if len(text) > LETTERS_PER_TOKEN * (max_new_tokens + 50):
+        raise _no_answer(page, f"{len(text):,} letters for at most {max_new_tokens} tokens; it ignores max_tokens")
+    # A reply that was cut inside a UTF-16 pair has half of a character, which no file can hold.
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return Answer(
+        text.strip(),
+        ending is None or str(ending).lower() in WHOLE_ANSWERS,
+        ending=printable(str(ending))[:40] if ending is not None else "",
+        prompt_tokens=read if isinstance(read, int) and read > 0 else None,
+    )
+
+
+def _text_of(content: Any) -> str | None:
+    """A message's text: a string, or the text chunks of a list."""
+    if isinstance(content, list):
+        chunks = [chunk.get("text") for chunk in content if isinstance(chunk, dict)]
+        texts = [text for text in chunks if isinstance(text, str)]
+        return "".join(texts) if texts else None
+    return content if isinstance(content, str) else None
+
+
+def server_notes(answers: Sequence[Answer], prompts: Sequence[int]) -> list[str]:
+    """Lines about what a server did to answers and prompts.
+
+    `prompts` are the prompts' lengths in tokens, by the run's own tokenizer and template.
+    """
+    notes = []
+    endings = Counter(answer.ending for answer in answers if not answer.ended and answer.ending not in ("", "length"))
+    for ending, count in endings.most_common(3):
+        notes.append(f"{counted(count, 'answer')} ended with {ending!r}, which is no whole ending; counted as cut")
+    shorter = [
+        (answer.prompt_tokens, own)
+        for answer, own in zip(answers, prompts, strict=True)
+        if answer.prompt_tokens is not None and answer.prompt_tokens < READ_SHARE * own
+    ]
+    if shorter:
+        read, own = max(shorter, key=lambda pair: pair[1] - pair[0])
+        notes.append(
+            f"the server cut {counted(len(shorter), 'prompt')}; of one it read {read:,} of {own:,} tokens; "
+            "give it a longer context"
+        )
+    return notes
+
+
+def _question_sent(model: str, asked: Chat | Passage, max_new_tokens: int, drawn: Drawn) -> tuple[str, dict[str, Any]]:
+    """The page and the body of a request."""
+    body: dict[str, Any] = {"model": model, "max_tokens": max_new_tokens, "temperature": drawn.temperature}
+    if drawn.top_p < 1:
+        body["top_p"] = drawn.top_p
+    if drawn.seed is not None:
+        body["seed"] = drawn.seed
+    if isinstance(asked, Passage):
+        return "/completions", body | {"prompt": asked.prompt}
+    body["messages"] = _sent_messages(asked.messages)
+    if asked.tools:
+        body["tools"] = asked.tools
+    if asked.template_kwargs:
+        body["chat_template_kwargs"] = asked.template_kwargs
+    return "/chat/completions", body
+
+
+class KeptAnswers:
+    """A server's answers, in a file from when they come until an evaluation has all of them.
+
+    An evaluation that a fault, a signal or a crash ended asks the rest when it is started again. An answer is known by
+    the hash of its address and its request.
+    """
+
+    def __init__(self, file: Path, endpoint: Endpoint) -> None:
+        self.file, self._url = file, endpoint.url
+        self._found: dict[str, Answer] = {}
+        for row in read_lines(file) if file.is_file() else ():
+            if isinstance(row.get("asked"), str) and isinstance(row.get("text"), str):
+                ending, read = str(row.get("ending", "")), row.get("prompt_tokens")
+                read = read if isinstance(read, int) else None
+                self._found[row["asked"]] = Answer(
+                    row["text"], row.get("ended") is True, ending=ending, prompt_tokens=read
+                )
+
+    def of(
+        self, model: str, asked: Chat | Passage, max_new_tokens: int, drawn: Drawn = LIKELIEST
+    ) -> tuple[str, Answer | None]:
+        """The request's hash, and its answer if there is one."""
+        path, body = _question_sent(model, asked, max_new_tokens, drawn)
+        key = hashlib.sha256(json.dumps([self._url, path, body], sort_keys=True).encode()).hexdigest()
+        return key, self._found.get(key)
+
+    def keep(self, key: str, answer: Answer) -> None:
+        self._found[key] = answer
+        line = {"asked": key, "text": answer.text, "ended": answer.ended}
+        append_lines(self.file, [line | {"ending": answer.ending, "prompt_tokens": answer.prompt_tokens}])
+
+    def forget(self) -> None:
+        """The evaluation has all answers."""
+        self.file.unlink(missing_ok=True)
+
+
+def endpoint_answers(
+    endpoint: Endpoint,
+    model: str,
+    asked: Sequence[tuple[str, Chat | Passage]],
+    max_new_tokens: int,
+    show: Callable[[str], None],
+    kept: KeptAnswers,
+    draws: Sequence[Drawn] = (),
+) -> list[Answer]:
+    """Answers in their order, PARALLEL at a time: greedy, or by `draws`. `asked` are places, for messages, and
+    conversations.
+
+    A question without an answer does not end the others, until MOST_UNANSWERED have none. Then, or at the end, the
+    first fault is raised. Any other fault ends everything. `kept` has every answer that came, and those are not asked
+    for. Threads are daemons, so Ctrl-C does not wait for a slow server.
+    """
+    keys, found, draws = list[str](), dict[int, Answer](), draws or [LIKELIEST] * len(asked)
+    for index, (_, question) in enumerate(asked):
+        key, answer = kept.of(model, question, max_new_tokens, draws[index])
+        keys.append(key)
+        if answer is not None:
+            found[index] = answer
+    failed: list[Exception] = []
+    left = iter([index for index in range(len(asked)) if index not in found])
+    changed = threading.Condition()
+    running = min(PARALLEL, len(asked) - len(found))
+
+    def gives_up() -> bool:
+        return len(failed) >= MOST_UNANSWERED or any(not isinstance(error, NoAnswer) for error in failed)
+
+    def work() -> None:
+        nonlocal running
+        while True:
+            with changed:
+                index = None if gives_up() else next(left, None)
+                if index is None:
+                    running -= 1
+                    changed.notify()
+                    return
+            place, question = asked[index]
+            try:
+                answer: Answer | Exception = reply_of(
+                    endpoint, model, question, max_new_tokens=max_new_tokens, drawn=draws[index]
+                )
+            except EnvironmentMismatch as error:
+                answer = type(error)(f"{error} (asked for {place})")
+            except Exception as error:  # raised again below
+                answer = error
+            with changed:
+                try:
+                    if isinstance(answer, Exception):
+                        failed.append(answer)
+                    else:
+                        found[index] = answer
+                        kept.keep(keys[index], answer)
+                except Exception as error:  # the disk is full
+                    failed.append(error)
+                changed.notify()
+
+    for _ in range(running):
+        threading.Thread(target=work, daemon=True).start()
+    given_up = math.inf  # when, on the monotonic clock
+    with changed:
+        while running and time.monotonic() < given_up + LAST_REPLIES:
+            changed.wait(1.0)
+            show(f"answer {len(found)} of {len(asked)}")
+            if gives_up():
+                given_up = min(given_up, time.monotonic())
+        if failed:
+            first = next((error for error in failed if not isinstance(error, NoAnswer)), failed[0])
+            if found and isinstance(first, EnvironmentMismatch):
+                rest = len(asked) - len(found)
+                raise EnvironmentMismatch(
+                    f"{first}; {len(found):,} answers are kept in {kept.file}: the same command asks the other {rest:,}"
+                )
+            raise first
+    return [found[index] for index in range(len(asked))]
+
+
+def conversations(
+    recipe: Recipe, encoder: Encoder, asked: ScoredSet, file: str | DataSet | None
+) -> list[tuple[str, Chat | Passage]]:
+    """The conversation of each prompt, up to its answer. Raises FinetuneError if a row has changed since."""
+    contents = row_contents(recipe, encoder, asked, file)
+    return [(item.place, _question(content, encoder)) for item, content in zip(asked.items, contents, strict=True)]
+
+
+def row_contents(
+    recipe: Recipe, encoder: Encoder, asked: ScoredSet, file: str | DataSet | None
+) -> list[Chat | Passage]:
+    """Each prompt's chat or text with its answer, read from its row again.
+
+    A row may have several examples. The prompt's tokens say which one is asked. Raises FinetuneError if a row has
+    changed since.
+    """
+    waiting: dict[str, list[int]] = {}
+    for index, item in enumerate(asked.items):
+        waiting.setdefault(item.place, []).append(index)
+    found: dict[int, Chat | Passage] = {}
+    entries = recipe.data.sets if file is None else [asked_entry(recipe.data.train[0], file)]
+    for entry in entries:
+        for row in RowReader(resolve(entry)).rows():
+            if row.place not in waiting or row.read is None:
+                continue
+            for example in encoder.examples(row.read):
+                content = documents_in(example)[0]
+                try:
+                    document = encoder.document(content)
+                except RowError:
+                    continue
+                for index in waiting[row.place]:
+                    ids = asked.prompts[index].prompt_ids
+                    if index not in found and document.input_ids[: len(ids)] == ids:
+                        found[index] = content
+            if len(found) == len(asked.items):
+                break
+    if missing := [item.place for index, item in enumerate(asked.items) if index not in found]:
+        raise FinetuneError(f"{missing[0]}: this row is not as it was when the data was tokenised; run it again")
+    return [found[index] for index in range(len(asked.items))]
+
+
+def _question(content: Chat | Passage, encoder: Encoder) -> Chat | Passage:
+    """The conversation up to its last supervised answer."""
+    if isinstance(content, Passage):
+        return content
+    last = max(
+        index
+        for index, message in enumerate(content.messages)
+        if message["role"] == "assistant" and content.supervised[index]
+    )
+    variables = encoder.variables_for_server(content.template_kwargs)
+    return Chat(content.messages[:last], content.tools, content.supervised[:last], variables)
+
+
+def _sent_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """In OpenAI's form: a call's arguments are a text."""
+    sent = []
+    for number, message in enumerate(messages):
+        one = {key: value for key, value in message.items() if key != "weight"}
+        if calls := message.get("tool_calls"):
+            one["tool_calls"] = [
+                {"id": f"call_{number}_{place}", **call}
+                | {"function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+                for place, call in enumerate(calls)
+            ]
+        sent.append(one)
+    return sent
+
+
+def _written_call(call: Any) -> str:
+    """A call in a reply as the JSON that the metrics read."""
+    function = call.get("function") if isinstance(call, dict) else None
+    function = function if isinstance(function, dict) else {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # the metric says that it is not JSON
+            arguments = json.loads(arguments)
+    return json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
+
+
+def _last_part(model: str) -> str:
+    """A model's name without its owner, folder, `package:` and Ollama's `:latest`: `org/Name` -> `name`."""
+    name = model.removeprefix("package:").removesuffix(":latest")
+    return name.rstrip("/").rpartition("/")[2].casefold()
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """A redirect raises HTTPError, so no second host gets the key or a prompt."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _served(url: str) -> list[str]:
+    listed = _request(f"{url}/models", None).get("data")
+    return (
+        [str(each["id"]) for each in listed if isinstance(each, dict) and "id" in each]
+        if isinstance(listed, list)
+        else []
+    )
+
+
+def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The reply's JSON object. Raises EnvironmentMismatch in one line."""
+    key = os.environ.get(KEY, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise FinetuneError(f"{KEY}: has characters that no key has; set it again")
+    headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "finetune"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    direct = [ProxyHandler({})] if _is_loopback(str(urlsplit(url).hostname)) else []
+    opener = build_opener(_NoRedirect, *direct)
+    waits, seconds = iter(WAITS), LIST_SECONDS if body is None else TIMEOUT
+
+    def exchange() -> tuple[HTTPError | None, bytes, str]:
+        """A refusal, the reply's bytes, and what its headers say that they are."""
+        try:
+            with opener.open(Request(url, data, headers), timeout=seconds) as response:
+                content = response.read(MOST_REPLY_BYTES + 1)
+                if response.length:  # http.client reads a part without an error if the limit is given
+                    raise HTTPException("the reply ends early")
+                kind = (response.headers.get("Content-Type"), response.headers.get("Content-Encoding"))
+                return None, content, ", ".join(filter(None, kind))
+        except HTTPError as error:
+            content = b""
+            with suppress(HTTPException, OSError):
+                content = error.read(MOST_REPLY_BYTES)
+            return error, content, ""
+
+    while True:
+        wait = None
+        try:
+            error, content, kind = _within(seconds, exchange)
+            if error is not None:
+                raise error
+            reply = _object(content)
+            if reply is None and content.lstrip().startswith(b"{") and not content.rstrip().endswith(b"}"):
+                raise HTTPException("the reply ends early")
+            break
+        except HTTPError as error:
+            said = _reason(_object(content))
+            if error.code in PASSING:
+                problem = f"{error.code} {_STATES.get(error.code, 'a fault of the server')}{said}"
+                wait = _retry_after(error.headers.get("Retry-After"))
+            elif error.code == 404 and body is not None:
+                served = []
+                with suppress(EnvironmentMismatch):
+                    served = _served(url.removesuffix("/completions").removesuffix("/chat"))[:8]
+                names = f"; served are {', '.join(served)} (--model)" if served else ""
+                raise _fault(url, f"404, no such page or no model {body['model']}{said}{names}") from None
+            elif error.code == 404:
+                raise _fault(url, f"404, lists no models{said}; name one with --model") from None
+            elif 300 <= error.code < 400:
+                raise _fault(url, "redirects to another address, which is not followed; name that one") from None
+            else:
+                problem = f"{error.code} {_STATES.get(error.code, 'refused')}{said}"
+                if error.code not in OF_THE_QUESTION:
+                    raise _fault(url, problem) from None
+                remedy = "if the row is too long for the server, give it a longer context, or leave the row out"
+                raise _no_answer(url, f"{problem}; {remedy}") from None
+        except TimeoutError:
+            raise _no_answer(
+                url, f"no whole reply in {seconds:g} s; ask fewer tokens (--max-new-tokens) or another server"
+            ) from None
+        except (URLError, HTTPException, OSError) as error:
+            reason = error.reason if isinstance(error, URLError) else error
+            if isinstance(reason, TimeoutError):
+                raise _fault(url, f"no connection in {seconds:g} s; is the server running?") from None
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise _fault(url, f"its certificate is not trusted: {reason.verify_message}") from None
+            if isinstance(reason, ssl.SSLError):
+                raise _fault(url, "does not speak https; write http://, or another port") from None
+            problem = f"the connection broke: {reason or type(reason).__name__}"
+            if isinstance(error, URLError):  # before anything was sent
+                raise _fault(url, f"cannot be reached: {reason}; is the server running?") from None
+        pause = next(waits, None)
+        if pause is None:
+            raise _no_answer(url, f"{problem}; {len(WAITS) + 1} tries")
+        time.sleep(pause if wait is None else wait)
+    if reply is None:
+        problem = f"the reply is no JSON object ({kind or 'of no named kind'})"
+        raise _fault(url, f"{problem}; is this the address of an OpenAI-compatible API (/v1)?")
+    return reply
+
+
+def _within(seconds: float, work: Callable[[], _Result]) -> _Result:
+    """`work`, on a thread that is left behind if it takes longer. Raises TimeoutError.
+
+    A socket's own limit is for each read, so a server that drips bytes would never reach it.
+    """
+    results: list[_Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError
+    return results[0]
+
+
+_STATES = {
+    400: "refused", 401: f"the key is refused (set {KEY})", 403: f"the key may not do this ({KEY})",
+    404: "no such page", 413: "the prompt is too long", 429: "too many requests", 503: "not ready",
+}  # fmt: skip
+
+
+def _object(content: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _reason(reply: Mapping[str, Any] | None) -> str:
+    """The server's own words, if it says any: {"error": {"message": ...}}, {"error": ...}, {"message": ...}, or
+    {"detail": ...} and {"detail": [{"msg": ...}]} of FastAPI."""
+    error = (reply or {}).get("error", reply) or {}
+    words = (error.get("message") or error.get("detail")) if isinstance(error, dict) else error
+    if isinstance(words, list) and words and isinstance(words[0], dict):
+        words = f"{words[0].get('msg')} ({'.'.join(map(str, words[0].get('loc') or ['?']))})"
+    return f": {words}" if isinstance(words, str) and words else ""
+
+
+def _retry_after(text: str | None) -> float | None:
+    return min(60.0, float(text)) if text and text.strip().isdecimal() else None
+
+
+def _fault(url: str, problem: str) -> EnvironmentMismatch:
+    return EnvironmentMismatch(_clean(f"{url}: {problem}"))
+
+
+def _no_answer(url: str, problem: str) -> NoAnswer:
+    return NoAnswer(_clean(f"{url}: {problem}"))
+
+
+def _clean(text: str) -> str:
+    """One line of at most 400 characters without the key, which a server may repeat."""
+    key = os.environ.get(KEY, "").strip()
+    return printable(" ".join((text.replace(key, "***") if key else text).split()))[:400]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,465 @@
+"""`finetune eval`: held-out loss, scored answers and benchmarks of the base and the tuned model.
+
+`evaluate_finished` loads each model once and asks it the questions of the request: HeldOutLoss, Scores, General.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from finetune.answers.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
+from finetune.answers.endpoint import Endpoint, KeptAnswers, conversations, endpoint_answers, server_notes
+from finetune.answers.eval_request import EvalRequest, refuse_unknown_thresholds
+from finetune.answers.lm_eval_tasks import task_figures, tasks_in_words
+from finetune.answers.options import OptionScores, given_options
+from finetune.answers.own_scorer import OwnScorer
+from finetune.answers.scores import (
+    BELOW_THRESHOLD,
+    QuestionResult,
+    below,
+    compared,
+    general_in_words,
+    keeps_earlier,
+    scores_in_words,
+    write_eval,
+)
+from finetune.architecture import attention
+from finetune.data.chat import Chat, Passage
+from finetune.errors import DataError, FinetuneError, NotFinite
+from finetune.finished_run import (
+    FinishedRun,
+    answer_with_fewer_kernels,
+    best_device,
+    finished_run,
+    fitting,
+    load_run_tokenizer,
+    recipe_of_run,
+)
+from finetune.generation.generate import Answer, may_share_a_batch
+from finetune.generation.held_out import Answering, ScoredSet, generated_answers, held_out_set, scores_on_all
+from finetune.hand_over.export_step import run_at
+from finetune.launch.launcher import Launch
+from finetune.measure.metrics import evaluation_in_words
+from finetune.model.build import attention_name, load_tokenizer
+from finetune.model.dtypes import COMPUTE
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.facts import EVAL_KEPT, read_run, require_run_folder
+from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
+from finetune.scoring.general import general_rows, general_scores
+from finetune.scoring.metrics import Metric
+from finetune.strategies.assemble import Assembled
+from finetune.tokens.dataset import Prepared, prepare
+from finetune.tokens.encoder import Encoder, RowError
+from finetune.training.batch_plan import plan_batches
+from finetune.training.loop import evaluate
+from finetune.training.objectives import objective_of
+from finetune.wording import counted
+
+WHY_NO_LOSS = "held-out loss: not measured again, because a loss of preferences compares with the run's own start"
+_Say = Callable[[str], None]
+
+
+def evaluate_finished(
+    run_dir: Path,
+    request: EvalRequest,
+    say: _Say,
+    show: _Say = lambda _: None,
+    *,
+    step: int | None = None,
+    launch: Launch | None = None,
+) -> dict[str, Any]:
+    """Measure the base and the tuned model, and write eval.json and eval_answers.jsonl into the run's folder.
+
+    Returns eval.json: `held_out` (loss and perplexity), `scores` (answers to held-out rows or `file`), `general` and
+    `tasks` (lm-eval's figures), and `exit_code` 5 if a threshold is missed. If there are tasks and the recipe
+    holds no rows out, `held_out` and `scores` are missing. Raises FinetuneError.
+
+    Args:
+        say: Receives each result at once.
+        show: Receives the progress.
+        step: The checkpoint of this step is exported first and measured; None: the run's own export.
+        launch: This rank's launch, if there are several; every rank calls this function. Rank 0 alone writes, says and
+            returns a missed threshold.
+    """
+    if not request.generate and (request.metrics or request.scorer or request.file):
+        raise FinetuneError("--loss-only: generates no answers, which --metric, --scorer and --data need; leave it out")
+    if request.endpoint is not None and (request.tasks or not request.generate):
+        remedy = "lm-eval asks servers itself (--model local-chat-completions)" if request.tasks else "leave it out"
+        raise FinetuneError(f"{'--tasks' if request.tasks else '--loss-only'}: needs the model, not a server; {remedy}")
+    if launch is None or launch.world_size == 1:
+        return _evaluated(run_at(run_dir, step), Computing(best_device()), request, say, show)
+    if request.tasks or request.endpoint is not None:
+        named = "--tasks" if request.tasks else "--endpoint"
+        raise FinetuneError(f"{named}: is asked by one process; {launch.world_size} were started")
+    with one_rank_speaks(), computing_ranks(recipe_of_run(require_run_folder(run_dir)), launch) as by:
+        folder = rank_0_first(by, lambda: run_at(run_dir, step))
+        if launch.is_main:
+            return _evaluated(folder, by, request, say, show)
+        _evaluated(folder, by, request, lambda _: None, lambda _: None)
+        return {}
+
+
+def _evaluated(folder: Path, by: Computing, request: EvalRequest, say: _Say, show: _Say) -> dict[str, Any]:
+    run, device = finished_run(folder), by.device
+    result: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    with nullcontext() if request.scorer is None else OwnScorer(request.scorer, request.scorer_seconds) as own:
+        if own is not None:
+            request = replace(request, metrics=[*request.metrics, Metric(own.name, function=own.score)])
+        # Tasks bring their own data, so with them a recipe without held-out rows is no mistake.
+        if not request.tasks or run.recipe.data.eval is not None or request.file is not None or request.general:
+            result, rows = measure(run, by, request, say, show)
+    if by.ranks.rank:
+        return result
+    if request.tasks:
+        result["tasks"] = task_figures(run, device, request, say)
+        say(tasks_in_words(result["tasks"]))
+    if kept := keeps_earlier(folder, result, request.limit):
+        say(kept)
+    elif (file := write_eval(folder, result, rows)) is not None:
+        say(f"every answer: {file}; side by side: {shlex.join(['finetune', 'report', str(folder)])}")
+    if missed := below(request.fail_under, result):
+        say("\n".join(missed))
+        result |= {"ok": False, "exit_code": BELOW_THRESHOLD}
+    return result
+
+
+class Question(Protocol):
+    """Something that is asked of the base and of the tuned model."""
+
+    @property
+    def key(self) -> str:
+        """Its place in eval.json."""
+
+    def ask(self, model: Assembled, name: str, show: _Say) -> Any:
+        """One model's loss, or its answers, on every rank. `name` is base or tuned."""
+
+    def compare(self, base: Any, tuned: Any) -> QuestionResult:
+        """Both models' losses or answers side by side."""
+
+
+def measure(
+    run: FinishedRun, by: Computing, request: EvalRequest, say: _Say, show: _Say
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The figures for eval.json by question, and the rows with both models' answers. Each model is loaded once.
+
+    Every rank calls it.
+    """
+    recipe, prepared = run.recipe, None
+    if recipe.data.eval is not None:
+        prepared = prepare(recipe, load_tokenizer(recipe))
+    elif request.file is None and recipe.eval.generate.file is None and not request.general:
+        remedy = "name rows: --data FILE, or --general or --tasks"
+        raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); {remedy}")
+    questions = _questions(run, by, prepared, request, say)
+    if request.endpoint is not None and questions:
+        return _measured_there(run, questions, request, request.endpoint, say, show)
+    found: dict[str, dict[str, Any]] = {question.key: {} for question in questions}
+    models: Iterator[tuple[str, Assembled]] = iter(())
+    if questions:
+        # Loaded alike whether a loss is measured or not: in bfloat16 the kit's layers and the library's give logits
+        # that differ by 0.44 (SmolLM2-135M), and the base's score would depend on the run it is compared with.
+        models = models_by_ranks(run, by)
+    for name, model in models:
+
+        def show_model(text: str, name: str = name) -> None:
+            show(f"{name} model: {text}")
+
+        with fitting(by.device, run, by.ranks.world):
+            for question in questions:
+                if name == "tuned" and isinstance(question, Scores | General) and by.sharding is None:
+                    answer_with_fewer_kernels(model.unwrapped_model)
+                found[question.key][name] = question.ask(model, name, show_model)
+        del model  # the next one takes its place on the device
+    result: dict[str, Any] = {}
+    if questions:
+        result |= _started_from(recipe, say)
+    # A loss of preferences compares with the run's own start, so it would say nothing about the base.
+    if recipe.preferences is not None and prepared is not None:
+        recorded = read_run(run.folder, recipe).exported_eval()
+        wrote = f"; of these weights the run itself wrote {evaluation_in_words(recorded)}" if recorded else ""
+        say(f"{WHY_NO_LOSS}{wrote}")
+        if recorded:
+            rewards = {name: recorded[name] for name in ("reward_accuracy", "reward_margin") if name in recorded}
+            result["held_out"] = {"recorded": recorded["loss"], **rewards}
+    rows: list[dict[str, Any]] = []
+    for question in questions:
+        outcome = question.compare(**found[question.key])
+        result[question.key] = outcome.figures
+        rows += outcome.rows
+        say(outcome.words)
+    return result, rows
+
+
+def _measured_there(
+    run: FinishedRun,
+    questions: Sequence[Any],
+    request: EvalRequest,
+    endpoint: Endpoint,
+    say: _Say,
+    show: _Say,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """As `measure`, by the answers of a server. Only the tokenizer is loaded, which finds the rows."""
+    recipe = run.recipe
+    encoder = Encoder(load_run_tokenizer(run), recipe.data, recipe.model)
+    say("held-out loss: not measured; a server gives no loss: finetune eval without --endpoint measures it")
+    if endpoint.base_model is None:
+        say("base: not asked, so there are no differences; name it with --base-model")
+    result: dict[str, Any] = {"endpoint": {"model": endpoint.model, "base_model": endpoint.base_model}}
+    rows: list[dict[str, Any]] = []
+    file = request.entry or (str(request.file) if request.file else recipe.eval.generate.file)
+    kept = KeptAnswers(run.folder / EVAL_KEPT, endpoint)
+    for question in questions:
+        asked: list[tuple[str, Chat | Passage]]
+        if isinstance(question, General):
+            asked = [(each.prompt, _plain_question(encoder, each.prompt)) for each in question.asked.prompts]
+        else:
+            asked = conversations(recipe, encoder, question.asked, file)
+        answers: dict[str, list[Answer] | None] = {"base": None}
+        for name, model in endpoint.models().items():
+
+            def show_model(text: str, name: str = name, what: str = question.asked.name) -> None:
+                show(f"{name} model, {what}: {text}")
+
+            found = endpoint_answers(endpoint, model, asked, question.asked.max_new_tokens, show_model, kept)
+            for stop in run.conversation.stops:
+                if shown := sum(each.text.endswith(stop) for each in found):
+                    say(
+                        f"{name}: {counted(shown, 'answer')} end with {stop}, which the server shows as text; "
+                        "they are scored so"
+                    )
+            for note in server_notes(found, [len(prompt.prompt_ids) for prompt in question.asked.prompts]):
+                say(f"{name}: {note}")
+            answers[name] = found
+        outcome = question.compare(answers["base"], answers["tuned"] or [])
+        result[question.key] = outcome.figures
+        rows += outcome.rows
+        say(outcome.words)
+    kept.forget()
+    return result, rows
+
+
+def _plain_question(encoder: Encoder, text: str) -> Chat | Passage:
+    if encoder.has_template:
+        return Chat([{"role": "user", "content": text}], None, [False], encoder.variables_for_server())
+    return Passage(text, "")
+
+
+def _questions(
+    run: FinishedRun, by: Computing, prepared: Prepared | None, request: EvalRequest, say: _Say
+) -> list[Question]:
+    """The questions of this request, in the order of eval.json. Raises FinetuneError for one that cannot be asked."""
+    recipe, questions, measured = run.recipe, list[Question](), list[str]()
+    tokenizer = load_run_tokenizer(run)
+    encoder = Encoder(tokenizer, recipe.data, recipe.model)
+    shared = may_share_a_batch(read_run(run.folder, recipe).receipt.get("probe") or {})
+    how = Answering(shared, by.device, by.ranks, by.sharding is not None)
+    if request.endpoint is None and recipe.preferences is None and prepared is not None and prepared.eval is not None:
+        questions.append(HeldOutLoss(run, by, prepared))
+    if request.generate:
+        try:
+            asked = held_out_set(
+                recipe,
+                encoder,
+                prepared,
+                file=None if request.file is None else request.entry or str(request.file),
+                metrics=request.metrics,
+                limit=request.limit,
+                max_new_tokens=request.max_new_tokens,
+            )
+            if request.endpoint is None and (options := _options(run, by, encoder, asked, request, say)) is not None:
+                questions.append(options)
+                measured.append(options.key)
+            questions.append(Scores(tokenizer, how, asked, say))
+            measured += [metric.name for metric in asked.metrics]
+        except FinetuneError as error:
+            # Texts without answers have a loss, and nothing to generate. Only a wish for scores makes that a mistake.
+            if (
+                request.metrics
+                or request.file
+                or request.fail_under
+                or isinstance(error, DataError)
+                or (request.endpoint is not None and not request.general)
+            ):
+                raise
+            say(f"no answers are scored: {error}")
+    if request.general:
+        measured.append("general")
+    refuse_unknown_thresholds(request.fail_under, measured)
+    if request.general:
+        questions.append(General(tokenizer, how, _general_set(encoder), say))
+    return questions
+
+
+def _options(
+    run: FinishedRun, by: Computing, encoder: Encoder, asked: ScoredSet, request: EvalRequest, say: _Say
+) -> OptionScores | None:
+    arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if by.sharding is None:
+        arithmetic = partial(_arithmetic, run.recipe.training.mixed_precision, by.device)
+    file = request.entry or (str(request.file) if request.file else run.recipe.eval.generate.file)
+    return given_options(run, by, encoder, asked, file, arithmetic, say)
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """The trainer's own evaluation: the mean loss over every supervised held-out token."""
+
+    run: FinishedRun
+    by: Computing
+    prepared: Prepared
+    key = "held_out"
+
+    def ask(self, model: Assembled, name: str, show: _Say) -> float:
+        recipe, rows, by = self.run.recipe, self.prepared.eval, self.by
+        assert rows is not None
+        # The trainer's own plan and autocast, so that the figure equals the run's own one.
+        accelerator = by.accelerator or Accelerator(cpu=by.device.type == "cpu")
+        flat, ranks = attention_name(recipe) == attention.NAME, by.ranks
+        plan = plan_batches(recipe, len(self.prepared.train), world_size=ranks.world, rank=ranks.rank, flat=flat)
+        # A sharding strategy's model computes in its own number format.
+        arithmetic: AbstractContextManager[Any] = nullcontext()
+        if by.sharding is None:
+            arithmetic = _arithmetic(recipe.training.mixed_precision, by.device)
+        with arithmetic:
+            try:
+                return evaluate(accelerator, model.model, rows, plan, objective_of(recipe), show=show)["loss"]
+            except NotFinite:  # its text is about a training
+                raise NotFinite(
+                    f"{self.run.folder}: not finite: the held-out loss of the {name} model; look at its weights"
+                ) from None
+            finally:
+                model.unwrapped_model.eval()
+
+    def compare(self, base: float, tuned: float) -> QuestionResult:
+        assert self.prepared.eval is not None
+        exported = read_run(self.run.folder, self.run.recipe).exported_eval()
+        figures = {
+            "documents": self.prepared.facts["eval_documents"],
+            "tokens": int(self.prepared.eval.supervised.sum()),
+            "base": {"loss": base, "perplexity": _perplexity(base)},
+            "tuned": {"loss": tuned, "perplexity": _perplexity(tuned)},
+            "recorded": exported["loss"] if exported else None,
+        }
+        return QuestionResult(figures, held_out_in_words(figures))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scored answers to held-out rows, or to the rows of a file."""
+
+    tokenizer: PreTrainedTokenizerBase
+    how: Answering
+    asked: ScoredSet
+    say: _Say
+    key = "scores"
+
+    def ask(self, model: Assembled, name: str, show: _Say) -> list[Answer]:
+        return generated_answers(model.unwrapped_model, self.tokenizer, self.asked, self.how, show, self.say)
+
+    def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
+        """Without the base's answers, the tuned model's scores alone."""
+        asked, answers = self.asked, {"tuned": tuned} if base is None else {"base": base, "tuned": tuned}
+        scored = {name: scores_on_all(asked, found, self.how.ranks) for name, found in answers.items()}
+        metrics, texts = {}, [[each.text for each in found] for found in answers.values()]
+        for metric in asked.metrics:
+            by_model = [scores[metric.name] for scores in scored.values()]
+            metrics[metric.name] = {**metric.options, **compared(*by_model, answers=texts)}
+        figures = {
+            "data": asked.name,
+            "rows": len(asked.items),
+            "max_new_tokens": asked.max_new_tokens,
+            "cut": {name: sum(not each.ended for each in found) for name, found in answers.items()},
+            "notes": asked.notes,
+            "metrics": metrics,
+        }
+        rows = []
+        for index, (prompt, item) in enumerate(zip(asked.prompts, asked.items, strict=True)):
+            scores = {name: [each[name][index] for each in scored.values()] for name in metrics}
+            row: dict[str, Any] = {"place": item.place, "prompt": prompt.prompt, "reference": item.reference}
+            row |= {name: each[index].text for name, each in answers.items()}
+            if cut := {name: asked.max_new_tokens for name, each in answers.items() if not each[index].ended}:
+                row["cut"] = cut
+            rows.append({**row, "scores": scores})
+        return QuestionResult(figures, scores_in_words(figures), rows)
+
+
+@dataclass(frozen=True)
+class General:
+    """Answers to general questions: what was forgotten?"""
+
+    tokenizer: PreTrainedTokenizerBase
+    how: Answering
+    asked: ScoredSet
+    say: _Say
+    key = "general"
+
+    def ask(self, model: Assembled, name: str, show: _Say) -> list[Answer]:
+        return generated_answers(model.unwrapped_model, self.tokenizer, self.asked, self.how, show, self.say)
+
+    def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
+        questions = general_rows()
+        texts = [[each.text for each in found] for found in (base, tuned) if found is not None]
+        scored = [general_scores(questions, each) for each in texts]
+        kinds = {}
+        for kind in dict.fromkeys(row.kind for row in questions):
+            places = [place for place, row in enumerate(questions) if row.kind == kind]
+            kinds[kind] = compared(*([scores[place] for place in places] for scores in scored))
+        figures = {"rows": len(questions), "all": compared(*scored, answers=texts), "kinds": kinds}
+        return QuestionResult(figures, general_in_words(figures))
+
+
+def _general_set(encoder: Encoder) -> ScoredSet:
+    """The general questions as prompts. Raises FinetuneError if the chat template refuses one."""
+    rows = general_rows()
+    try:
+        prompts = [encoder.sample_prompt(row.prompt) for row in rows]
+    except RowError as error:
+        raise FinetuneError(f"--general: the chat template refuses a plain question: {error}") from None
+    return ScoredSet("general questions", prompts, [row.item for row in rows], [], GENERAL_TOKENS)
+
+
+def _started_from(recipe: Recipe, say: _Say) -> dict[str, str]:
+    """_Say that the base is not the start of a training that went on with an adapter."""
+    start = recipe.model.adapter
+    if start is None:
+        return {}
+    say(
+        f"base: without the adapter {start} that this training started from; differences are of both trainings together"
+    )
+    return {"started_from": start}
+
+
+def _arithmetic(mixed_precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """The autocast of the training's own evaluations."""
+    compute = COMPUTE[mixed_precision]
+    if compute is None:
+        return nullcontext()
+    return torch.autocast(device.type, compute)
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # exp(710) overflows a double
+
+
+def held_out_in_words(figures: dict[str, Any]) -> str:
+    """A table, and the run's own figure."""
+    documents = counted(figures["documents"], "held-out document")
+    tokens = counted(figures["tokens"], "supervised token")
+    lines = [f"{documents}, {tokens}:", f"{'':8}{'loss':>9}{'perplexity':>13}"]
+    for name in ("base", "tuned"):
+        lines.append(f"{name:8}{figures[name]['loss']:>9.4f}{figures[name]['perplexity']:>13.2f}")
+    if figures["recorded"] is not None:
+        lines.append(f"of these weights the run itself wrote {figures['recorded']:.4f}")
+    return "\n".join(lines)

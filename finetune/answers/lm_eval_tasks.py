@@ -1,0 +1,115 @@
+"""`finetune eval --tasks`: benchmarks of EleutherAI's lm-eval."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from finetune.answers.eval_request import EvalRequest
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.finished_run import FinishedRun, fitting, load_run_tokenizer, models_of
+from finetune.generation.generate import end_tokens, without_settings
+from finetune.wording import install_command
+
+
+def task_figures(
+    run: FinishedRun, device: torch.device, request: EvalRequest, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """base or tuned -> task -> metric -> value, with lm-eval's own metrics; and `chat_template`: task -> whether used.
+
+    Tasks that generate an answer use the chat template, because a tuned model answers as it was trained. Tasks that
+    compare likelihoods (multiple choice) do not: with a template, scores fall for reasons other than skill.
+
+    Args:
+        say: Receives a line about the chat template. Few-shot examples are then turns.
+
+    Raises:
+        EnvironmentMismatch: lm-eval is not installed, or a task's data cannot be fetched.
+        FinetuneError: lm-eval does not know a task.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise EnvironmentMismatch(f"--tasks: {error}; install it in the checkout: {install_command('eval')}") from error
+    tasks = list(request.tasks)
+    manager = TaskManager(include_path=str(request.include) if request.include else None)
+    for name in tasks:
+        if not manager.match_tasks([name]):
+            raise FinetuneError(
+                f"--tasks: lm-eval does not know {name}; lm_eval ls tasks shows all, --include adds a folder"
+            )
+    tokenizer = load_run_tokenizer(run)
+
+    def mistake(error: Exception) -> EnvironmentMismatch:  # most often a data set that is not on this machine
+        reason = " ".join(str(error).split())[:300]
+        return EnvironmentMismatch(f"--tasks: lm-eval could not run {', '.join(tasks)}: {reason}")
+
+    try:
+        loaded = manager.load(manager.match_tasks(tasks))["tasks"]
+    except (OSError, ValueError) as error:
+        raise mistake(error) from error
+    templated = {}
+    for name, task in loaded.items():
+        generates = task.OUTPUT_TYPE == "generate_until"
+        uses = generates if request.chat_template is None else request.chat_template
+        templated[name] = bool(tokenizer.chat_template) and uses
+    say(_template_in_words(templated))
+    figures: dict[str, Any] = {"chat_template": templated}
+    for which, model in models_of(run, device, with_loss=False):
+        language_model = HFLM(pretrained=model, tokenizer=tokenizer, device=str(device))
+        figures[which] = {}
+        for uses_template in (True, False):
+            names = [name for name, uses in templated.items() if uses is uses_template]
+            if not names:
+                continue
+            ends = {"eos_token_id": end_tokens(model, tokenizer) or None, "pad_token_id": tokenizer.pad_token_id}
+            with fitting(device, run), without_settings(model, **ends):
+                try:
+                    evaluation = simple_evaluate(
+                        language_model,
+                        tasks=names,
+                        task_manager=manager,
+                        limit=request.limit,
+                        log_samples=False,
+                        apply_chat_template=uses_template,
+                        fewshot_as_multiturn=uses_template,
+                    )
+                except (OSError, ValueError) as error:
+                    raise mistake(error) from error
+            # lm-eval's keys are "metric,filter", with "none" for no filter: acc,none. Other keys hold names and counts.
+            figures[which] |= {
+                task: {
+                    key.removesuffix(",none"): float(value)
+                    for key, value in values.items()
+                    if isinstance(value, int | float) and "," in key
+                }
+                for task, values in evaluation["results"].items()
+            }
+        del model, language_model  # the next one takes its place on the device
+    return figures
+
+
+def _template_in_words(templated: Mapping[str, bool]) -> str:
+    """A line that names the tasks with and without the chat template."""
+    parts = []
+    for uses, words in ((True, "used for"), (False, "not used for")):
+        names = [name for name, each in templated.items() if each is uses]
+        if names:
+            shown = ", ".join(names[:4])
+            if len(names) > 4:
+                shown += f" and {len(names) - 4} more"
+            parts.append(f"{words} {shown}")
+    return f"chat template: {'; '.join(parts)} (--chat-template or --no-chat-template changes it)"
+
+
+def tasks_in_words(figures: dict[str, Any]) -> str:
+    """A line for each task and metric, base and tuned side by side."""
+    lines = [f"{'task':24}{'metric':24}{'base':>10}{'tuned':>10}"]
+    for task, metrics in figures["tuned"].items():
+        for metric, value in metrics.items():
+            lines.append(f"{task:24}{metric:24}{figures['base'][task][metric]:>10.4f}{value:>10.4f}")
+    return "\n".join(lines)

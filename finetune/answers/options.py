@@ -1,0 +1,219 @@
+"""Questions with given answers: each option is scored by its probability. No answer is generated, and no text is read.
+
+    s = sum of the log-probabilities of the option's tokens and of the end of the turn, after the prompt
+    p = exp(s) / sum over the options of exp(s)
+
+With options yes and no and s of -0.3 and -1.7, p is 0.80 and 0.20. Brier's score (1950) of a row whose right answer is
+yes is (0.8 - 1)^2 + (0.2 - 0)^2 = 0.08: 0 is best, 2 is worst.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.answers.by_ranks import Computing
+from finetune.answers.endpoint import row_contents
+from finetune.answers.scores import QuestionResult, compared, score_verdict
+from finetune.architecture import attention
+from finetune.data.chat import Chat, Passage, last_answer
+from finetune.errors import NotFinite
+from finetune.finished_run import FinishedRun
+from finetune.generation.held_out import ScoredSet
+from finetune.model.build import attention_name
+from finetune.recipe.schema import DataSet
+from finetune.scoring.intervals import interval
+from finetune.scoring.metrics import options_among
+from finetune.strategies.assemble import Assembled
+from finetune.tokens.batches import prefetch
+from finetune.tokens.encoder import IGNORE, Encoder, RowError
+from finetune.tokens.packing import pack
+from finetune.training.batch_plan import plan_batches
+from finetune.training.objectives.answers import IdsAndLabels, answer_batches, model_inputs
+from finetune.wording import counted
+
+BINS = 10  # of the reliability curve, equally wide
+
+
+@dataclass(frozen=True)
+class OptionScores:
+    """Every option of every row as a document. `ask` gives their probabilities."""
+
+    run: FinishedRun
+    arithmetic: Callable[[], AbstractContextManager[Any]]  # a training evaluation's autocast
+    by: Computing
+    name: str  # of the rows
+    options: Sequence[str]
+    right: Sequence[int]  # each row's right option
+    encoded: Sequence[IdsAndLabels]  # row by row, its options in order
+    key = "options"
+
+    def documents(self, place: int) -> list[IdsAndLabels]:
+        """One option of one row."""
+        return [self.encoded[place]]
+
+    def ask(self, model: Assembled, name: str, show: Callable[[str], None]) -> np.ndarray:
+        """One model's log-probabilities, float64 [rows, options], on every rank. Raises NotFinite."""
+        recipe, ranks = self.run.recipe, self.by.ranks
+        lengths = np.asarray([len(ids) for ids, _ in self.encoded])
+        flat = attention_name(recipe) == attention.NAME
+        plan = plan_batches(recipe, len(lengths), world_size=ranks.world, rank=ranks.rank, flat=flat)
+        groups = (
+            pack(lengths, max(recipe.data.max_length, int(lengths.max())))
+            if flat
+            else [[at] for at in range(len(lengths))]
+        )
+        batches = answer_batches(replace(plan, per_device_batch_size=1), self, groups)
+        sums = np.zeros(len(lengths))
+        with torch.no_grad(), self.arithmetic():
+            on_device = prefetch([inputs.batch for inputs in batches], self.by.device, True)
+            for number, (batch, inputs) in enumerate(zip(on_device, batches, strict=True), 1):
+                show(f"given answers: micro-batch {number} of {len(batches)}")
+                sums[inputs.places] = -model.model(**model_inputs(batch, inputs.lengths)).float().cpu().numpy()
+        found: np.ndarray = np.sum(ranks.gather(sums), axis=0)  # each place is one rank's
+        if not np.isfinite(found).all():
+            raise NotFinite(
+                f"{self.run.folder}: not finite: log-probabilities of the {name} model; look at its weights"
+            )
+        return found.reshape(-1, len(self.options))
+
+    def compare(self, base: np.ndarray, tuned: np.ndarray) -> QuestionResult:
+        """Figures for eval.json, and their words."""
+        right = np.asarray(self.right)
+        models = {"base": probabilities(base), "tuned": probabilities(tuned)}
+        mass = {"base": float(np.exp(base).sum(axis=1).mean()), "tuned": float(np.exp(tuned).sum(axis=1).mean())}
+        hits = {name: (shares.argmax(axis=1) == right).astype(float).tolist() for name, shares in models.items()}
+        figures = {
+            "data": self.name,
+            "rows": len(right),
+            "options": list(self.options),
+            "accuracy": compared(hits["base"], hits["tuned"]),
+            **{name: probability_figures(shares, right) | {"mass": mass[name]} for name, shares in models.items()},
+        }
+        return QuestionResult(figures, options_in_words(figures))
+
+
+def probabilities(sums: np.ndarray) -> np.ndarray:
+    """The softmax over the options of log-probabilities [rows, options]."""
+    shares = np.exp(sums - sums.max(axis=1, keepdims=True))
+    result: np.ndarray = shares / shares.sum(axis=1, keepdims=True)
+    return result
+
+
+def probability_figures(shares: np.ndarray, right: np.ndarray) -> dict[str, Any]:
+    """Brier's score with its interval, and the calibration, of probabilities [rows, options].
+
+    A bin of the reliability curve holds the rows whose highest probability lies in it. The calibration error is the
+    mean difference between that probability and the share of right answers, over bins by their rows (Naeini 2015).
+    """
+    rows = np.arange(len(right))
+    wanted = np.zeros_like(shares)
+    wanted[rows, right] = 1.0
+    brier = ((shares - wanted) ** 2).sum(axis=1)
+    of_halves = interval((brier / 2).tolist())  # intervals are of scores from 0 to 1
+    sure, hit = shares.max(axis=1), shares.argmax(axis=1) == right
+    numbers = np.minimum((sure * BINS).astype(int), BINS - 1)
+    curve = [
+        {
+            "low": number / BINS,
+            "rows": int((numbers == number).sum()),
+            "probability": float(sure[numbers == number].mean()),
+            "right": interval(hit[numbers == number].astype(float).tolist()).as_json(),
+        }
+        for number in sorted({*numbers.tolist()})
+    ]
+    error = sum(each["rows"] * abs(each["probability"] - each["right"]["mean"]) for each in curve) / len(right)
+    return {
+        "brier": {key: 2 * value for key, value in of_halves.as_json().items()},
+        "calibration_error": error,
+        "curve": curve,
+    }
+
+
+def options_in_words(figures: Mapping[str, Any]) -> str:
+    """A heading, a line for each model, and a sentence."""
+    lines = [
+        f"{counted(figures['rows'], 'question')} of {figures['data']} with {len(figures['options'])} given answers, by "
+        "their probability:",
+        f"{'':8}{'right':>7}{'95 %':>17}{'Brier':>9}{'95 %':>17}{'calibration error':>20}{'mass':>7}",
+    ]
+    for name in ("base", "tuned"):
+        right, brier = figures["accuracy"][name], figures[name]["brier"]
+        lines.append(
+            f"{name:8}{right['mean']:>7.3f}   [{right['low']:.3f}, {right['high']:.3f}]{brier['mean']:>9.3f}   "
+            f"[{brier['low']:.3f}, {brier['high']:.3f}]{figures[name]['calibration_error']:>20.3f}"
+            f"{figures[name]['mass']:>7.0%}"
+        )
+    return "\n".join([*lines, score_verdict("right", figures["accuracy"], figures["rows"])])
+
+
+def given_options(
+    run: FinishedRun,
+    by: Computing,
+    encoder: Encoder,
+    asked: ScoredSet,
+    file: str | DataSet | None,
+    arithmetic: Callable[[], AbstractContextManager[Any]],
+    say: Callable[[str], None],
+) -> OptionScores | None:
+    """The options of these rows: those of eval.options, or their own answers if those are few, short and repeated.
+
+    None if there are none, or a row has another answer, which is said.
+    """
+    contents = row_contents(run.recipe, encoder, asked, file)
+    answers = [last_answer(content) for content in contents]
+    options = [*run.recipe.eval.options]
+    if options:
+        wrong = [item.place for item, answer in zip(asked.items, answers, strict=True) if answer not in options]
+        if wrong:
+            say(f"given answers: not scored by probability; {wrong[0]}: its answer is none of eval.options")
+            return None
+    else:
+        options = options_among(Counter(answers))
+        if not options:
+            return None
+    encoded: list[IdsAndLabels] = []
+    try:
+        for content in contents:
+            encoded += _encoded(content, options, encoder)
+    except RowError as error:  # an option makes the row longer than data.max_length
+        say(f"given answers: not scored by probability; {error}")
+        return None
+    right = [options.index(answer) for answer in answers]
+    return OptionScores(run, arithmetic, by, asked.name, options, right, encoded)
+
+
+def _last_answer(content: Chat) -> int:
+    """The place of the last supervised turn."""
+    return max(
+        at for at, message in enumerate(content.messages) if message["role"] == "assistant" and content.supervised[at]
+    )
+
+
+def _encoded(content: Chat | Passage, options: Sequence[str], encoder: Encoder) -> list[IdsAndLabels]:
+    """The row with each option in the place of its answer. Only the option and the end of its turn are supervised."""
+    rows: list[Chat | Passage] = (
+        [Passage(content.prompt, option) for option in options] if isinstance(content, Passage) else []
+    )
+    if isinstance(content, Chat):
+        last = _last_answer(content)
+        flags = [False] * last + [True]
+        for option in options:
+            messages = [*content.messages[:last], content.messages[last] | {"content": option}]
+            rows.append(replace(content, messages=messages, supervised=flags))
+    # Together, so that all of them begin with the same tokens.
+    documents = encoder.tokenised([[encoder.script(row) for row in rows]])[0]
+    if isinstance(documents, RowError):
+        raise documents
+    encoded = []
+    for document in documents:
+        ids, labels = np.asarray(document.input_ids), np.asarray(document.labels)
+        labels[: len(encoder.prompt_of(ids, labels).prompt_ids)] = IGNORE
+        encoded.append((ids, labels))
+    return encoded

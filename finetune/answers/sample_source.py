@@ -1,0 +1,139 @@
+"""What `finetune sample` reads: RUN, RECIPE or MODEL, and its options. No torch here."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from finetune.answers.kept_rows import KeepOptions
+from finetune.base.location import published_name, refuse_unreachable
+from finetune.base.package_models import PREFIX
+from finetune.errors import FinetuneError
+from finetune.files import check_output
+from finetune.output_stream import one_line
+from finetune.recipe.loader import find_recipe, load_recipe, recipe_from_resolved
+from finetune.recipe.mixed_precision import KEYS
+from finetune.recipe.names import is_repository
+from finetune.recipe.resolved import LoadedRecipe
+from finetune.recipe.schema import DataSet, Recipe
+from finetune.scoring.metrics import Metric
+
+if TYPE_CHECKING:
+    from finetune.answers.endpoint import Endpoint
+
+MOST_ANSWERS = 1024  # to one prompt
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """The source of rows, template and held-out rows. Its model answers unless another model is named."""
+
+    kind: Literal["run", "recipe", "model"]
+    text: str  # as typed
+    loaded: LoadedRecipe
+    folder: Path  # the run's; else it need not exist
+
+    @property
+    def name(self) -> str:
+        """For a folder's name and for the rows: quickstart, SmolLM2-135M."""
+        return {"run": self.folder.resolve().name, "recipe": self.loaded.path.stem}.get(
+            self.kind, Path(self.text.rpartition(":")[2]).name
+        )
+
+    @property
+    def writer(self) -> str:
+        """Who wrote the answers, without a folder of this machine."""
+        base = published_name(self.loaded.recipe.model.name_or_path)
+        if Path(base).is_dir():
+            base = Path(base).resolve().name
+        return f"{self.name}, trained from {base}" if self.kind == "run" else base
+
+
+def source_of(text: str, data: Path) -> SampleSource:
+    """RUN: a folder with recipe.yaml. RECIPE: a file, or a name of `finetune list`. MODEL: a folder or a Hub name.
+
+    Raises FinetuneError.
+    """
+    folder = Path(os.path.expanduser(text))
+    try:
+        is_folder = folder.is_dir()
+    except (OSError, ValueError):
+        is_folder = False
+    if is_folder and (folder / "recipe.yaml").is_file():
+        recipe = recipe_from_resolved(folder / "recipe.yaml")
+        return SampleSource("run", text, LoadedRecipe(recipe, {}, folder), folder)
+    is_model = text.startswith(PREFIX) or (is_folder and (folder / "config.json").is_file())
+    if not is_model and (folder.suffix.lower() in (".yaml", ".yml") or folder.is_file() or find_recipe(text) != folder):
+        loaded = load_recipe(text, here=True)
+        recipe = loaded.recipe
+        if recipe.model.adapter is not None:
+            raise FinetuneError(
+                f"{text}: model.adapter: starts from an adapter; name the run that trained it, or write null"
+            )
+        refuse_unreachable(recipe.model.name_or_path, recipe.model.revision)
+        return SampleSource("recipe", text, loaded, Path(recipe.run_dir))
+    if not is_model and (is_folder or not is_repository(text) or folder.parent.is_dir()):
+        raise FinetuneError(
+            f"{one_line(text, 100)}: is no run, recipe or model here; name a run's folder, a recipe's file, or a model "
+            "as owner/name"
+        )
+    refuse_unreachable(text, "main")
+    recipe = Recipe.model_validate({"model": {"name_or_path": text}, "data": {"train": [{"path": str(data)}]}})
+    return SampleSource("model", text, LoadedRecipe(recipe, {}, data, KEYS), folder)
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """The command line of `finetune sample`."""
+
+    source: SampleSource
+    data: Path
+    entry: DataSet | None  # how `data` is read; None: as the source's rows
+    folder: Path  # for all files
+    options: KeepOptions
+    count: int  # answers to each prompt
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    max_new_tokens: int | None = None
+    limit: int | None = None
+    metric: Metric | None = None
+    scorer: str | None = None
+    scorer_seconds: float = 10.0
+    without_held_out: bool = False
+    other: SampleSource | None = None  # writes the answers
+    endpoint: Endpoint | None = None  # writes the answers
+
+    def check(self) -> None:
+        """Raises FinetuneError for options that do not fit together."""
+        options = self.options
+        wrong: Sequence[tuple[bool, str]] = (
+            (self.count > MOST_ANSWERS, f"--n {self.count}: is more than {MOST_ANSWERS:,} answers; name fewer"),
+            (
+                self.temperature == 0 and self.count > 1,
+                "--temperature 0: every answer would be the same; write --n 1, or a temperature above 0",
+            ),
+            (
+                not 0 <= self.temperature < math.inf,
+                f"--temperature {self.temperature:g}: is no number above 0; write 1.0",
+            ),
+            (not 0 < self.top_p <= 1, f"--top-p {self.top_p:g}: is a share above 0, up to 1; write 0.95"),
+            (not 0 < options.at_least <= 1, f"--at-least {options.at_least:g}: is a score above 0, up to 1"),
+            (not options.near > 0, f"--near {options.near:g}: is a share above 0; above 1 keeps all copies"),
+            (
+                options.keep == "pairs" and self.count == 1,
+                "--keep pairs: needs a right and a wrong answer to a prompt; write --n 8",
+            ),
+            (
+                self.metric is not None and self.scorer is not None,
+                "--metric, --scorer: one of them says what is right; keep one",
+            ),
+        )
+        for is_wrong, text in wrong:
+            if is_wrong:
+                raise FinetuneError(text)
+        check_output(self.folder, "--output", folder=True)

@@ -1,0 +1,428 @@
+"""Answers to held-out rows, generated and scored: in training (eval.generate.every) and by `finetune eval`.
+
+Prompts are sorted by length, so that a batch has little padding, and batches are as large as free memory allows. Each
+rank answers its own batches. Where weights are sharded, all ranks make the same number of forwards, because each
+forward gathers weights. A pipeline's stages compute all answers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune.architecture.by_document import first_parameter
+from finetune.data.chat import Chat, Judged, Passage
+from finetune.data.rows import RowReader
+from finetune.data.sources import asked_entry, resolve
+from finetune.errors import DataError, FinetuneError
+from finetune.generation.generate import (
+    BATCH_TOKENS,
+    MOST_BATCH_TOKENS,
+    Answer,
+    Sampling,
+    answering,
+    decoded_answer,
+    greedy_answers,
+    kept_bytes,
+    prompt_batches,
+    round_ends,
+)
+from finetune.measure.out_of_memory import is_out_of_memory, memory_of
+from finetune.recipe.schema import DataSet, Recipe
+from finetune.scoring.metrics import Metric, Scored, Unread, fitting_metrics, scores_of, unread, unread_in_words
+from finetune.strategies.pieces import Ranks
+from finetune.tokens.dataset import Prepared
+from finetune.tokens.encoder import IGNORE, Encoder, RowError, SamplePrompt
+from finetune.wording import counted
+
+if TYPE_CHECKING:
+    pass
+
+MOST_NEW_TOKENS = 1024
+SPARE_TOKENS = 8  # of an answer that is longer than every reference
+MOST_ROWS_OF_FILE = 10**6
+
+
+@dataclass(frozen=True)
+class ScoredSet:
+    """Prompts to answer, with references and metrics."""
+
+    name: str  # for messages: held-out rows, or a file
+    prompts: list[SamplePrompt]
+    items: list[Scored]
+    metrics: list[Metric]
+    max_new_tokens: int
+    notes: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Score the references against themselves. Raises DataError for those that a metric cannot read.
+
+        A function of the user's own is refused at the first reference on which it fails: it may hang on each.
+        """
+        for metric in self.metrics:
+            for part in [[item] for item in self.items] if metric.function is not None else [self.items]:
+                (first, *_) = scores_of(metric, [item.reference for item in part], part)
+                if isinstance(first, Unread) and first.why:
+                    raise DataError([f"{part[0].place}: metric {metric.name}: its reference as an answer: {first.why}"])
+
+
+def held_out_set(
+    recipe: Recipe,
+    encoder: Encoder,
+    prepared: Prepared | None,
+    *,
+    file: str | DataSet | None = None,
+    metrics: Sequence[Metric] = (),
+    limit: int | None = None,
+    max_new_tokens: int | None = None,
+) -> ScoredSet:
+    """The first held-out rows with an answer each, or the rows of a file.
+
+    Args:
+        file, metrics, limit, max_new_tokens: Win over the recipe's eval.generate.
+
+    Raises DataError if there is no row to answer, or a reference that a metric cannot read.
+    """
+    section = recipe.eval.generate
+    chosen = [*metrics] or [Metric.of(choice) for choice in section.choices]
+    most, file = limit or section.limit, file or section.file
+    reads_rows = not chosen or any(metric.reads_the_row for metric in chosen)
+    if file is not None:
+        rows, notes = _rows_of_file(recipe.data.train[0], file, encoder, most)
+        name = file if isinstance(file, str) else file.path
+    else:
+        if prepared is None or not len(prepared.split.held_out):
+            raise FinetuneError("data.eval: no row is held out; add data.eval: {fraction: 0.05}, or name a data file")
+        rows, notes = _held_out_rows(recipe, encoder, prepared, most, reads_rows=reads_rows)
+        name = "held-out rows"
+    if not rows:
+        reason = "; ".join(notes) or "plain texts and train_on: all have no question"
+        raise FinetuneError(f"{name}: no row has a question and an answer to score ({reason}); name other rows")
+    items = [item for _, item, _ in rows]
+    longest = max(tokens for _, _, tokens in rows)
+    new_tokens = max_new_tokens or section.max_new_tokens or min(MOST_NEW_TOKENS, longest + longest // 4 + SPARE_TOKENS)
+    found = ScoredSet(
+        name, [prompt for prompt, _, _ in rows], items, chosen or fitting_metrics(items), new_tokens, notes
+    )
+    found.check()
+    return found
+
+
+ScoredRow = tuple[SamplePrompt, Scored, int]  # the int: tokens of the reference
+
+
+def _held_out_rows(
+    recipe: Recipe, encoder: Encoder, prepared: Prepared, most: int, *, reads_rows: bool
+) -> tuple[list[ScoredRow], list[str]]:
+    pool, longest = prepared.pool, recipe.data.max_length
+    documents, notes = prepared.split.held_out, []
+    if pool.desirable is not None:
+        unwanted = int((~pool.desirable[documents]).sum())
+        documents = documents[pool.desirable[documents]]
+        notes += [f"{counted(unwanted, 'held-out answer')} left out as references: unwanted ones"] if unwanted else []
+    whole = documents.tolist()
+    if recipe.data.truncation == "right":
+        # A document that was cut at max_length has lost the end of its answer. A pair's reference is the chosen one.
+        whole = [index for index in whole if len(pool.document(index)[0]) < longest]
+        cut = len(documents) - len(whole)
+        notes += [f"{counted(cut, 'held-out row')} left out, cut at data.max_length"] if cut else []
+    rows: list[ScoredRow] = []
+    for index in whole:
+        if len(rows) == most:
+            break
+        ids, labels = pool.document(index)
+        if not has_prompt(labels):
+            continue
+        prompt = encoder.prompt_of(ids, labels)
+        item = Scored(prompt.reference or "", pool.place(index))
+        rows.append((prompt, item, len(ids) - len(prompt.prompt_ids)))
+    if reads_rows:
+        values = _values_at({item.place for _, item, _ in rows}, recipe.data.sets)
+        rows = [(prompt, replace(item, row=values.get(item.place, {})), tokens) for prompt, item, tokens in rows]
+    return rows, notes
+
+
+def _values_at(places: set[str], entries: Sequence[DataSet]) -> dict[str, dict[str, Any]]:
+    """The columns of the rows at these places."""
+    values: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        for row in resolve(entry).rows():
+            if row.place in places and row.values is not None:
+                values[row.place] = row.values
+            if len(values) == len(places):
+                return values
+    return values
+
+
+def _rows_of_file(
+    entry: DataSet, file: str | DataSet, encoder: Encoder, most: int
+) -> tuple[list[ScoredRow], list[str]]:
+    """The rows of a data file, read as `entry` is. Raises DataError with every mistake.
+
+    A question that comes twice is asked twice. If `entry` drops rows with an empty cell, a note counts them.
+    """
+    reader = RowReader(resolve(asked_entry(entry, file)))
+    rows: list[ScoredRow] = []
+    mistakes: list[str] = []
+    texts = 0
+    for found in reader.rows():
+        if len(rows) == most or found.row.line > MOST_ROWS_OF_FILE:
+            break
+        if found.read is None:
+            mistakes.append(f"{found.place}: {found.problem}")
+            continue
+        examples = [each for each in encoder.examples(found.read) if not isinstance(each, Judged) or each.desirable]
+        if not examples:
+            continue
+        texts += isinstance(examples[-1], Passage)
+        try:
+            document = encoder.document(examples[-1])
+        except RowError as error:
+            mistakes.append(f"{found.place}: {error}")
+            continue
+        labels = np.asarray(document.labels)
+        if not has_prompt(labels):
+            continue
+        prompt = encoder.prompt_of(np.asarray(document.input_ids), labels)
+        item = Scored(prompt.reference or "", found.place, found.row.values or {})
+        rows.append((prompt, item, len(document.input_ids) - len(prompt.prompt_ids)))
+    if mistakes:
+        raise DataError(mistakes[:5], len(mistakes), max(0, len(mistakes) - 5))
+    empty = reader.facts()["dropped"].get("empty", 0)
+    notes = [f"{counted(empty, 'row')} with an empty cell left out"] if empty else []
+    if texts and _trains_on_chats(entry):
+        notes.append(
+            f"{counted(texts, 'question')} asked as plain text, without the chat template that training rows have; "
+            "write them as messages"
+        )
+    return rows, notes
+
+
+def _trains_on_chats(entry: DataSet) -> bool:
+    """Whether the first row of a data set on this machine is a chat."""
+    with suppress(DataError):  # the file may have gone since the training
+        source = resolve(entry)
+        if source.kind != "hub":
+            return any(isinstance(row.read, Chat) for row in islice(RowReader(source).rows(), 1))
+    return False
+
+
+def has_prompt(labels: np.ndarray) -> bool:
+    """Whether a document has tokens before its supervised answer: with plain text or `train_on: all` it has none."""
+    return bool((labels[:2] == IGNORE).all())
+
+
+@dataclass
+class Answering:
+    """How answers are computed together."""
+
+    shared: bool  # prompts of different lengths may share a left-padded batch
+    device: torch.device
+    ranks: Ranks = field(default_factory=Ranks)
+    sharded: bool = False  # each forward gathers weights, so all ranks make the same number of forwards
+    staged: bool = False  # a pipeline: every rank computes every answer
+    most_tokens: int = MOST_BATCH_TOKENS  # of one batch, with padding and answers; fewer after memory ran out
+    sampling: Sampling | None = None  # None: greedy
+    draws: Sequence[tuple[int, int]] = ()  # each prompt's row and answer number, which its drawn tokens depend on
+    # Only a row's answers share a batch. They are equally long, so nothing is padded, and no other row changes their
+    # sums: in float32 they are the same bytes in every run.
+    apart: bool = False
+
+
+def tokens_that_fit(model: nn.Module, device: torch.device, ranks: Ranks) -> int:
+    """Tokens of one batch whose cache fills half of the free memory, on the rank with the least.
+
+    With 8 GB free Llama-3.1-8B gets 4e9 / 131,072 = 30,517 tokens.
+    """
+    room: int = memory_of(device).free // 2 // kept_bytes(model)
+    least: int = min(ranks.gather(room))
+    return max(BATCH_TOKENS, min(MOST_BATCH_TOKENS, least))
+
+
+def generated_answers(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: ScoredSet,
+    how: Answering,
+    show: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Answer]:
+    """The model's answers, in the order of the prompts, on every rank: greedy, or drawn. `model` is unwrapped.
+
+    Args:
+        show: Receives the progress.
+        say: Receives a line if memory runs out. It names the smaller batches that follow.
+    """
+    prompts, ranks = [prompt.prompt_ids for prompt in asked.prompts], how.ranks
+    answers: dict[int, Answer] = {}
+    together = how.sharded and ranks.world > 1
+    batched = how.shared or how.apart
+    ends = round_ends(asked.max_new_tokens) if batched else [asked.max_new_tokens]
+    with answering(model):
+        for before, end in zip([0, *ends], ends, strict=False):
+            asking = {index: ids for index, ids in enumerate(prompts) if not before or not answers[index].ended}
+            if before:
+                asking = {index: ids + answers[index].tokens for index, ids in asking.items()}
+            rows = sorted(asking, key=lambda index: len(asking[index]))
+            if not rows:
+                break
+            most = BATCH_TOKENS
+            if batched and not how.staged:
+                share = -(-len(rows) // ranks.world) * (len(asking[rows[-1]]) + end - before)  # every rank gets rows
+                most = min(
+                    tokens_that_fit(model, how.device, ranks), max(BATCH_TOKENS, share), *ranks.gather(how.most_tokens)
+                )
+            mine = _batches(rows, asking, end - before, most if batched else 0, how)
+            if not how.staged:
+                mine = mine[ranks.rank :: ranks.world]
+            found: dict[int, Answer] = {}
+            done = 0
+            # Sharded weights are gathered by all ranks at once. So a rank without a batch of its own computes the
+            # shortest prompt while others have one, and after each batch they agree who ran out of memory.
+            while any(ranks.gather(bool(mine))) if together else mine:
+                batch, *rest = mine or [rows[:1]]
+                place = f"answers to {asked.name}: batch {done + 1} of {done + max(1, len(mine))}"
+                of_batch: list[Answer] = []
+                full, alone = 0, ""  # tokens that do not fit, and why where they are one row
+                nothing: AbstractContextManager[list[Exception]] = nullcontext([])
+                with layers_left_out(model) if together else nothing as failed:
+
+                    def show_token(token: int, place: str = place, before: int = before) -> bool:
+                        show(f"{place}, token {before + token} of at most {asked.max_new_tokens}")
+                        return bool(failed)
+
+                    try:
+                        of_batch = greedy_answers(
+                            model,
+                            tokenizer,
+                            [asking[index] for index in batch],
+                            max_new_tokens=end - before,
+                            device=how.device,
+                            together=together,
+                            cached=not how.staged,
+                            show=show_token,
+                            sampling=how.sampling,
+                            draws=[how.draws[index] for index in batch] if how.sampling else (),
+                            drawn=before,
+                        )
+                    except Exception as error:
+                        if together or how.staged or len(batch) == 1 or not is_out_of_memory(error):
+                            raise
+                        failed.append(error.with_traceback(None))  # its frames hold the batch's tensors
+                if failed:
+                    full = len(batch) * (len(asking[batch[-1]]) + end - before)
+                    alone = str(failed[0]) if len(batch) == 1 else ""
+                else:
+                    found |= zip(batch, of_batch, strict=True)
+                    mine, done = rest, done + 1
+                if together:
+                    full, alone = max(ranks.gather((full, alone)))
+                if alone:
+                    raise torch.OutOfMemoryError(alone)
+                if full:
+                    if how.most_tokens == MOST_BATCH_TOKENS:
+                        say(f"answers: a batch with {full:,} tokens does not fit; they go on with {full // 2:,}")
+                    how.most_tokens = full // 2
+                    again = [index for each in mine for index in each]
+                    mine = _batches(again, asking, end - before, how.most_tokens, how)
+            for others in ranks.gather(found):
+                found |= others  # a repeated batch is there twice
+            for index, each in found.items():
+                so_far = answers[index].tokens if before else []
+                answers[index] = decoded_answer(so_far + each.tokens, tokenizer, ended=each.ended)
+    return [answers[index] for index in range(len(prompts))]
+
+
+@contextmanager
+def layers_left_out(model: nn.Module) -> Iterator[list[Exception]]:
+    """Within the block, once memory runs out in a sharded layer, no layer computes any more: each returns its input.
+
+    FSDP2 gathers a layer's weights around its forward. So a rank without memory gathers as often as the others, and no
+    rank waits for ever. Yields a list, with the error after memory ran out. ZeRO-3 gathers inside its layers: there the
+    error is raised, and ends all ranks.
+    """
+    failed: list[Exception] = []
+
+    def forward(layer: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not failed:
+            try:
+                return own(*args, **kwargs)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed.append(error.with_traceback(None))  # its frames hold the layer's tensors
+            cache = kwargs.get("cache", kwargs.get("past_key_values"))  # the second: in transformers 5.17
+            for kept in getattr(cache, "layers", ()):  # keep their shapes, free their bytes
+                for name in ("keys", "values"):
+                    if isinstance(tensor := getattr(kept, name, None), Tensor):
+                        setattr(kept, name, tensor.new_zeros(1).expand(tensor.shape))
+        return args[0] if args else kwargs[first_parameter(layer)]
+
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    layers: list[Any] = [unit for unit in units if isinstance(unit, GradientCheckpointingLayer)]
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = partial(forward, layer, layer.forward)
+    try:
+        yield failed
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            del layer.forward
+            if own is not None:
+                layer.forward = own
+
+
+def _batches(
+    rows: Sequence[int], asking: Mapping[int, Sequence[int]], new: int, most: int, how: Answering
+) -> list[list[int]]:
+    """Rows, in order, in batches with at most `most` tokens."""
+    groups = [[*rows]]
+    if how.apart:
+        groups = [[*group] for _, group in groupby(rows, key=lambda index: how.draws[index][0])]
+    found: list[list[int]] = []
+    for group in groups:
+        lengths = [len(asking[index]) for index in group]
+        found += [[group[place] for place in batch] for batch in prompt_batches(lengths, new, most)]
+    return found
+
+
+def scores_on_all(asked: ScoredSet, answers: Sequence[Answer], ranks: Ranks) -> dict[str, list[float]]:
+    """Metric -> each row's score. Rank 0 scores; a mistake is raised on every rank."""
+    outcome: dict[str, list[float]] | DataError | None = None
+    if ranks.rank == 0:
+        try:
+            texts = [each.text for each in answers]
+            outcome = {metric.name: scores_of(metric, texts, asked.items) for metric in asked.metrics}
+        except DataError as error:
+            outcome = error
+    outcome = ranks.gather(outcome)[0]
+    if isinstance(outcome, DataError):
+        raise outcome
+    assert outcome is not None
+    return outcome
+
+
+def score_line(step: int, scores: dict[str, list[float]], answers: Sequence[Answer]) -> dict[str, Any]:
+    """The line of metrics.jsonl for one scored generation: each metric's mean over the rows, and its unread answers."""
+    not_read = {name: unread([each.text for each in answers], values) for name, values in scores.items()}
+    means = {f"score_{name}": sum(values) / len(values) for name, values in scores.items()}
+    return {"kind": "score", "step": step, "rows": len(answers), **means, "unread": not_read}
+
+
+def score_line_in_words(line: Mapping[str, Any]) -> str:
+    """A line's scores for the terminal: exact 0.920, number 0.950 (200 answers)."""
+    means = [(key.removeprefix("score_"), value) for key, value in line.items() if key.startswith("score_")]
+    not_read = [f"; {name} {unread_in_words(each)}" for name, each in line["unread"].items() if each["count"]]
+    shown = ", ".join(f"{name} {mean:.3f}" for name, mean in means)
+    return f"{shown} ({counted(line['rows'], 'answer')})" + "".join(not_read)

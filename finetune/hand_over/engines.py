@@ -1,0 +1,292 @@
+"""`finetune export --for ENGINE`: write the folder that a serving engine reads, and the command that serves it.
+
+ollama, llama.cpp   a GGUF, by gguf.py
+transformers   the whole model: as trained, or merged/, which is made if it is absent or older than the adapter
+peft           the adapter as it is, with a script that loads it onto its base
+vllm           the adapter as it is if vLLM computes it as peft does (vllm.py), otherwise the whole model
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from finetune.base.location import resolve_model_path
+from finetune.errors import FinetuneError
+from finetune.files import disk_errors, making, publish_folder, write_text
+from finetune.finished_run import FinishedRun, finished_run
+from finetune.hand_over.gguf import hand_over_gguf
+from finetune.hand_over.merge import whole_model
+from finetune.hand_over.own_folder import refuse_foreign, write_record
+from finetune.hand_over.vllm import lora_options, why_merged
+from finetune.model.build import configuration
+from finetune.model.text_part import auto_class
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.facts import GENERATION
+from finetune.tokens.conversation import Conversation
+from finetune.untrusted.config_sizes import MXFP4, stored_format
+from finetune.untrusted.model_folder import ADAPTER_WEIGHTS, look_at_adapter
+from finetune.untrusted.safetensors_header import read_header
+
+SERVING = "serving"  # in a run's folder
+SERVING_RECORD = "serving.json"  # in what is written; only a folder with it is replaced
+SCRIPT = "ask.py"
+TEMPLATE = "chat_template.jinja"  # transformers' name for it
+QUESTION = "Define: Apology"
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """A folder to be written, and how to serve it."""
+
+    outcome: str  # accepted, merged or whole model
+    words: str  # one line about the result
+    command: list[str]
+    ask: list[str]
+    write: Callable[[Path], None]  # makes the folder, complete except for the record
+    notes: tuple[str, ...] = ()
+
+
+def export_for(run_dir: Path, engine: str, to: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
+    """Write what an engine reads, and say the command that serves it. Raises FinetuneError."""
+    if engine not in ("ollama", "llama.cpp"):
+        facts = hand_over(run_dir, engine, to, say)  # type: ignore[arg-type]  # the verb checked it
+        say(describe_hand_over(facts))
+        return facts
+    if to is not None:
+        raise FinetuneError(f"--to: --for {engine} writes gguf/ in the run's folder; leave --to out")
+    facts = hand_over_gguf(run_dir, engine, say)  # type: ignore[arg-type]  # one of the two
+    text = f"for {engine}, in 8 bits: {facts['file']}\nserve it:\n  {facts['command']}"
+    text += "".join(f"\nnote: {note}" for note in facts["notes"])
+    if engine == "ollama":
+        text += f"\nask it:\n  ollama run {facts['command'].split()[2]} 'your question'"
+    say(text)
+    return facts
+
+
+def hand_over(
+    run_dir: Path, engine: Literal["transformers", "peft", "vllm"], to: Path | None, log: Callable[[str], None]
+) -> dict[str, Any]:
+    """Write `to`, or RUN/serving/ENGINE, completely or not at all. Returns serving.json and the folder.
+
+    Raises FinetuneError if there is no finished run, the engine cannot serve its result, or `to` holds other files.
+    """
+    run, folder = finished_run(run_dir), to or run_dir / SERVING / engine
+    refuse_foreign(folder, SERVING_RECORD, below=run_dir)
+    match engine:
+        case "transformers":
+            planned = _for_transformers(run, folder, log)
+        case "peft":
+            planned = _for_peft(run, folder)
+        case "vllm":
+            planned = _for_vllm(run, folder, log)
+    record = {
+        "run": run_dir.resolve().name,
+        "engine": engine,
+        "outcome": planned.outcome,
+        "words": planned.words,
+        "notes": list(planned.notes),
+        "command": shlex.join(planned.command),
+        "ask": shlex.join(planned.ask),
+    }
+    with disk_errors(folder, "the run is untouched; "), making(folder) as temporary:
+        planned.write(temporary)
+        write_record(temporary, SERVING_RECORD, record)
+        publish_folder(temporary, folder)
+    return {"folder": str(folder), **record}
+
+
+def describe_hand_over(facts: Mapping[str, Any]) -> str:
+    """The verb's output."""
+    lines = [f"for {facts['engine']}, {facts['words']}: {facts['folder']}"]
+    lines += [f"note: {note}" for note in facts["notes"]]
+    if facts["command"] != facts["ask"]:
+        lines += ["serve it:", f"  {facts['command']}"]
+    return "\n".join([*lines, "ask it:", f"  {facts['ask']}"])
+
+
+def _for_transformers(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> HandOver:
+    path, source = folder.resolve(), whole_model(run, 0, log)
+    command, ask = ["transformers", "serve", str(path)], ["python", str(path / SCRIPT), QUESTION]
+    if run.recipe.model.trust_remote_code:
+        command.append("--trust-remote-code")
+    automatic = "AutoModelForCausalLM"
+    if run.recipe.lora is not None:
+        automatic = auto_class(configuration(run.recipe)).__name__
+
+    def write(target: Path) -> None:
+        _link_files(source, target)
+        write_text(target / SCRIPT, _script(run, automatic, adapter=False))
+
+    return HandOver(*_whole_in_words(run, source), command, ask, write)
+
+
+def _whole_in_words(run: FinishedRun, source: Path) -> tuple[str, str]:
+    """The outcome, and a line about it."""
+    if run.recipe.lora is None:
+        return "whole model", "the whole model as trained"
+    return "merged", f"the merged model in {source.name}/"
+
+
+def _for_peft(run: FinishedRun, folder: Path) -> HandOver:
+    if run.recipe.lora is None:
+        raise FinetuneError(f"{run.folder}: all weights were trained, so there is no adapter; use --for transformers")
+    script = _script(run, auto_class(configuration(run.recipe)).__name__, adapter=True)
+
+    def write(target: Path) -> None:
+        shutil.copytree(run.product, target)
+        write_text(target / SCRIPT, script)
+
+    command = ["python", str(folder.resolve() / SCRIPT), QUESTION]
+    return HandOver("accepted", "the adapter as it is", command, command, write)
+
+
+def _for_vllm(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> HandOver:
+    recipe, path, name = run.recipe, str(folder.resolve()), run.folder.resolve().name
+    options = ["--dtype", recipe.model.dtype]
+    if recipe.model.trust_remote_code:
+        options.append("--trust-remote-code")
+    ask = _curl(name, run, chat=(run.product / TEMPLATE).is_file())
+    if run.conversation.tools:
+        options += _tool_options(run.conversation)
+    settings: Mapping[str, Any] = {}
+    reason = None
+    if recipe.lora is not None:
+        settings = look_at_adapter(run.product)
+        reason = why_merged(settings, read_header(run.product / ADAPTER_WEIGHTS))
+    if recipe.lora is None or reason is not None:
+        source = whole_model(run, 0, log)
+        outcome, words = _whole_in_words(run, source)
+        if reason is not None:
+            words += f", because {reason}"
+        # With "=", a name that begins with a dash is no option.
+        command = ["vllm", "serve", path, f"--served-model-name={name}", *options]
+        return HandOver(outcome, words, command, ask, partial(_link_files, source))
+    if recipe.model.revision != "main":
+        options += ["--revision", recipe.model.revision]
+    if (run.product / TEMPLATE).is_file():  # vLLM takes the base's otherwise, and training may have had another
+        options += ["--chat-template", f"{path}/{TEMPLATE}"]
+    if (run.product / GENERATION).is_file():  # the base's lists other end tokens
+        options += ["--generation-config", path]
+    if positions := _scaled_positions(recipe):
+        options += ["--hf-overrides", json.dumps(positions)]
+    command = ["vllm", "serve", _base(recipe), *lora_options(name, path, settings["r"]), *options]
+    notes = []
+    if recipe.quantization is not None:
+        notes.append(
+            "it was trained over the quantised base, and vLLM adds it to the base's own weights; finetune merge "
+            "measures how much that changes"
+        )
+    if "PARSER" in options:
+        notes.append("no parser is known for this template's calls; name one of vLLM's in place of PARSER")
+    words = f"the adapter as it is, rank {settings['r']}"
+
+    def write(target: Path) -> None:
+        shutil.copytree(run.product, target)
+        if len(run.conversation.templates) > 1:  # vLLM takes one template, and would take the default for tools too
+            write_text(target / TEMPLATE, run.conversation.template_for_engines())
+
+    return HandOver("accepted", words, command, ask, write, tuple(notes))
+
+
+def _scaled_positions(recipe: Recipe) -> dict[str, Any]:
+    """What the base's config.json lacks of model.rope_scaling; an adapter has no config.json."""
+    if recipe.model.rope_scaling is None:
+        return {}
+    text: Any = configuration(recipe).get_text_config()
+    return {"rope_parameters": text.rope_parameters, "max_position_embeddings": text.max_position_embeddings}
+
+
+def _base(recipe: Recipe) -> str:
+    """The base as an engine finds it: a folder's path, or its name on the Hub."""
+    path = resolve_model_path(recipe.model.name_or_path)
+    if Path(path).is_dir():
+        return str(Path(path).resolve())
+    return path
+
+
+def _link_files(source: Path, target: Path) -> None:
+    """Give each file a second name in `target`, so that a whole model takes no more disk; a copy on another disk."""
+
+    def link(one: str, other: str) -> None:
+        try:
+            os.link(one, other)
+        except OSError:  # another disk, or a file system without hard links
+            shutil.copyfile(one, other)
+
+    shutil.copytree(source, target, copy_function=link)
+
+
+# A text in a chat template -> vLLM's parser for the calls that it writes. The first one counts.
+CALL_PARSERS = {"<function=": "qwen3_coder", "<arg_key>": "glm45", "<tool_call>": "hermes", "[TOOL_CALLS]": "mistral",
+                "ipython": "llama3_json"}  # fmt: skip
+
+
+def _tool_options(conversation: Conversation) -> list[str]:
+    """vLLM's options, without which it returns calls as text."""
+    templates = "".join(conversation.templates.values())
+    parser = next((parser for text, parser in CALL_PARSERS.items() if text in templates), "PARSER")
+    return ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+
+
+def _curl(model: str, run: FinishedRun, *, chat: bool) -> list[str]:
+    """A request to a server on this machine, greedy, in the form that the model was trained on."""
+    body: dict[str, Any] = {"model": model, "max_tokens": 64, "temperature": 0}
+    place = "completions"
+    if chat:
+        place = "chat/completions"
+        body["messages"] = [*run.conversation.opening(), {"role": "user", "content": QUESTION}]
+        if variables := run.recipe.data.chat_template_kwargs:
+            body["chat_template_kwargs"] = variables
+    else:
+        body["prompt"] = QUESTION
+    address = f"http://localhost:8000/v1/{place}"
+    return ["curl", address, "-H", "Content-Type: application/json", "-d", json.dumps(body, ensure_ascii=False)]
+
+
+def _script(run: FinishedRun, automatic: str, *, adapter: bool) -> str:
+    """ask.py for a whole model, or for an adapter and its base."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    section, quantization = run.recipe.model, run.recipe.quantization
+    if (
+        quantization is not None and stored_format(configuration(run.recipe).to_dict()) == MXFP4
+    ):  # transformers reads it
+        quantization = None
+    names, options = [automatic, "AutoTokenizer"], [f"dtype={section.dtype!r}"]
+    trust, has_settings = "", (run.product / GENERATION).is_file()  # an adapter has them where its base's differ
+    if section.trust_remote_code:
+        trust = ", trust_remote_code=True"
+    if adapter:
+        if section.revision != "main":
+            options.append(f"revision={section.revision!r}")
+        if section.trust_remote_code:
+            options.append("trust_remote_code=True")
+        options += [f"{key}={value!r}" for key, value in _scaled_positions(run.recipe).items()]
+        if quantization is not None:
+            names.append("BitsAndBytesConfig")
+            options.append(f"quantization_config=BitsAndBytesConfig(**{quantization.model_dump()!r})")
+        if has_settings:
+            names.append("GenerationConfig")
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    return environment.get_template(f"{SCRIPT}.jinja").render(
+        base=repr(_base(run.recipe)) if adapter else None,
+        names=sorted(names),
+        auto_class=automatic,
+        options=", ".join(options),
+        trust=trust,
+        new_tokens=section.new_tokens,
+        variables=repr(run.recipe.data.chat_template_kwargs),
+        has_settings=has_settings,
+        opening=repr(run.conversation.opening()).removesuffix("]") + ", " * bool(run.conversation.opening()),
+    )

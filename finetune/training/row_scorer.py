@@ -1,0 +1,55 @@
+"""Held-out rows answered and scored while a run trains: `eval.generate.every`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.generation.held_out import (
+    Answering,
+    ScoredSet,
+    generated_answers,
+    score_line,
+    score_line_in_words,
+    scores_on_all,
+)
+from finetune.strategies.accelerator import holds_on_all
+from finetune.strategies.assemble import Assembled
+from finetune.strategies.pieces import all_ranks
+from finetune.training.run import StepParts
+from finetune.training.run_output import RunOutput
+
+
+@dataclass(frozen=True)
+class RowScorer:
+    """Answers and scores a run's held-out rows while it trains."""
+
+    asked: ScoredSet
+    tokenizer: PreTrainedTokenizerBase
+    shared: bool  # the probe lets prompts share a left-padded batch
+    sharded: bool  # each forward gathers weights
+    parts: StepParts
+    assembled: Assembled
+    output: RunOutput
+
+    def score(self, step: int) -> dict[str, Any]:
+        """Answer with the weights after `step` steps, and write the line. Every rank calls it. Returns the line."""
+        asked, accelerator, model = self.asked, self.parts.accelerator, self.assembled.unwrapped_model
+        pipeline, terminal = self.assembled.pipeline, self.output.terminal
+        how = Answering(
+            shared=holds_on_all(accelerator, self.shared),
+            device=accelerator.device,
+            ranks=all_ranks(),
+            sharded=self.sharded,
+            staged=pipeline is not None,
+        )
+        with self.parts.weights.cast(), pipeline.answering(model) if pipeline else nullcontext():
+            answers = generated_answers(model, self.tokenizer, asked, how, terminal.progress, terminal.log)
+        line = score_line(step, scores_on_all(asked, answers, how.ranks), answers)
+        self.output.write_metrics(line)
+        when = f"step {step}" if step else "before"
+        terminal.log(f"{when}: {score_line_in_words(line)}")
+        return line
