@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
+from finetune.model.quantization import is_packed
 from finetune.recipe.schema import Lora
 from finetune.recipe.sections.lora import ends_of, without_adapters
 from finetune.untrusted.config_sizes import expert_counts
@@ -138,11 +139,6 @@ def is_excluded(lora: Lora, path: str) -> bool:
     elif any(ends_of([path], name) for name in excluded):
         return True
     return any(re.match(rf"(^|.*\.){name}($|\..*)", path) for name in lora.modules_to_save)
-
-
-def is_packed(module: nn.Module) -> bool:
-    """Whether this is a quantised layer with packed bytes as its weight."""
-    return type(module).__module__.startswith("bitsandbytes.") or hasattr(module, "finetune_experts")
 
 
 def kind_of(path: str) -> str:

@@ -176,13 +176,15 @@ def _product(hidden: Tensor, weight: Tensor, state: Any, layer: Any) -> Tensor:
 
 
 def quantized_layers(model: nn.Module) -> Iterator[Any]:
-    """bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear the same names. Packed
-    experts too.
+    """Packed experts, and bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear
+    the same names.
     """
-    for module in model.modules():
-        own = type(module).__module__.startswith("bitsandbytes.") and hasattr(module, "in_features")
-        if own or hasattr(module, "finetune_experts"):
-            yield module
+    return (module for module in model.modules() if is_packed(module) and hasattr(module, "in_features"))
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether this is a quantised layer with packed bytes as its weight."""
+    return type(module).__module__.startswith("bitsandbytes.") or hasattr(module, "finetune_experts")
 
 
 def float8_layers(model: nn.Module) -> Iterator[Any]:
@@ -231,11 +233,24 @@ def plain_quantized_weights(model: nn.Module) -> None:
         layer.packing = {key: getattr(state, key) for key in ("shape", "dtype", "blocksize", "quant_type")}
         layer.quant_state = None
         layer.weight = nn.Parameter(packed, requires_grad=False)
-        for buffer, path in TENSORS.items():
-            owner, _, name = path.rpartition(".")
-            holder = getattr(state, owner) if owner else state
-            layer.register_buffer(buffer, getattr(holder, name, None), persistent=False)
+        tensors = dict(state_tensors(state))
+        for buffer in TENSORS:
+            layer.register_buffer(buffer, tensors.get(buffer), persistent=False)
         layer.forward = MethodType(_forward, layer)
+
+
+def state_tensors(state: Any) -> Iterator[tuple[str, Tensor]]:
+    """A QuantState's tensors by buffer name. Some exist only under double quantisation."""
+    for buffer, place in TENSORS.items():
+        holder, _, name = place.rpartition(".")
+        tensor = getattr(getattr(state, holder) if holder else state, name, None)
+        if tensor is not None:
+            yield buffer, tensor
+
+
+def packing_settings(weight: Any) -> dict[str, Any]:
+    """The settings by which bitsandbytes makes a parameter like this one."""
+    return {key: getattr(weight, key) for key in ("compress_statistics", "quant_type", "quant_storage")}
 
 
 def forget_inputs(model: nn.Module) -> None:
