@@ -127,13 +127,6 @@ def _sums(lost: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.stack([stretch.sum() for stretch in lost.split(list(counts))])
 
 
-def _of_each_token(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """The value of each token's document, [tokens]."""
-    if not counts:
-        return values.new_zeros(0)
-    return torch.cat([value.expand(count) for value, count in zip(values, counts, strict=True)])
-
-
 def chunk_rows(vocabulary: int) -> int:
     """Tokens that the head is applied to at a time: as many tiles as fit CHUNK_BYTES, at least one."""
     return max(1, CHUNK_BYTES // (4 * vocabulary * TILE)) * TILE
@@ -276,7 +269,9 @@ class _ByDocument(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scale = _of_each_token(upstream[0], ctx.counts)
+        scale = upstream[0].new_zeros(0)
+        if ctx.counts:  # the value of each token's document, [tokens]
+            scale = torch.cat([value.expand(count) for value, count in zip(upstream[0], ctx.counts, strict=True)])
         if not ctx.again:
             gradient, supervised = ctx.saved_tensors
             if gradient is not None:

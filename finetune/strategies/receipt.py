@@ -54,7 +54,11 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
     packed = {id(layer.weight) for layer in (*quantized_layers(model), *float8_layers(model))}
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     tiled = tiled_mlps(model)
-    cast_to = _compute_dtype(accelerator, parts)
+    cast_to, master = _compute_dtype(accelerator, parts), _dtypes(trained)
+    if parts.engine is not None:
+        from finetune.strategies.zero_state import master_dtype
+
+        master = dtype_name(master_dtype(parts.engine))
     receipt = {
         "strategy": strategy.name,
         "world_size": accelerator.num_processes,
@@ -72,7 +76,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "sharding": sharding_facts(model),
         "pipeline": None if parts.pipeline is None else parts.pipeline.facts(model),
         "dtypes": {
-            "master": _trained_in(parts, trained),
+            "master": master,
             "frozen": _dtypes(frozen),
             "compute": cast_to or _dtypes(parameter for parameter in frozen or trained if id(parameter) not in packed),
             "reduce": _reduced_in(parts, strategy, trained),
@@ -100,7 +104,10 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "non_blocking": recipe.training.non_blocking,
         "batches_copied_ahead": int(recipe.training.non_blocking),
     }
-    _compare(recipe, strategy, receipt)
+    checks = receipt_checks(recipe, strategy, receipt)
+    differing = [f"{place}: asked {requested}, runs {runs}" for place, requested, runs in checks if requested != runs]
+    if differing:
+        raise EnvironmentMismatch("\n".join([*differing, "what is built is not what the recipe asks for"]))
     return receipt
 
 
@@ -194,15 +201,6 @@ def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:
     return dtype_name(dtype)
 
 
-def _trained_in(parts: Assembled, trained: list[nn.Parameter]) -> str:
-    """The number format of the values that the optimizer updates."""
-    if parts.engine is None:
-        return _dtypes(trained)
-    from finetune.strategies.zero_state import master_dtype
-
-    return dtype_name(master_dtype(parts.engine))
-
-
 def _reduced_in(parts: Assembled, strategy: Strategy, trained: list[nn.Parameter]) -> str:
     """The number format that gradients are summed over the ranks in: their weights', unless an engine has its own."""
     if parts.engine is not None:
@@ -278,13 +276,6 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
         ),
         ("training.mlp_tile_tokens", recipe.training.mlp_tile_tokens, (receipt["mlp_tiles"] or {}).get("tokens")),
     ]
-
-
-def _compare(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> None:
-    checks = receipt_checks(recipe, strategy, receipt)
-    differing = [f"{place}: asked {requested}, runs {runs}" for place, requested, runs in checks if requested != runs]
-    if differing:
-        raise EnvironmentMismatch("\n".join([*differing, "what is built is not what the recipe asks for"]))
 
 
 def describe(receipt: dict[str, Any]) -> str:

@@ -122,7 +122,8 @@ def buckets(model: nn.Module, stage: int) -> dict[str, int]:
     settings = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if stage < 3:
         return settings
-    layer, largest = _largest_layer(model), max(sizes.values())
+    layers = [sum(map(full_numel, layer.parameters())) for layer in _layers(model)]
+    layer, largest = max(layers, default=sum(sizes.values())), max(sizes.values())
     vectors = [size for parameter, size in sizes.items() if len(full_shape(parameter)) < 2]
     return settings | {
         "stage3_prefetch_bucket_size": layer,
@@ -158,12 +159,6 @@ def swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:
     outside = sum(len(full_shape(parameter)) > 1 for parameter in model.parameters() if parameter not in inside)
     largest = max(full_numel(parameter) for parameter in model.parameters())
     return {"buffer_size": -(-largest // ranks), "buffer_count": max(matrices, default=0) + outside}
-
-
-def _largest_layer(model: nn.Module) -> int:
-    """Elements of the largest decoder layer, or of the model if it has no layers."""
-    sizes = [sum(map(full_numel, layer.parameters())) for layer in _layers(model)]
-    return max(sizes, default=sum(map(full_numel, model.parameters())))
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
