@@ -237,10 +237,8 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     # peft takes parameters for [experts, outputs, inputs] unless they say otherwise, which Llama 4's do not.
     swapped = experts.finetune_transposed and not getattr(experts, "is_transposed", False)
     while module is not experts:
-        if not module.disable_adapters:
-            for name in module.active_adapters:
-                if name in module.lora_A:
-                    adapters.setdefault(module.parameter_name, []).append(_factors(module, name, swapped))
+        names = [] if module.disable_adapters else [name for name in module.active_adapters if name in module.lora_A]
+        adapters.setdefault(module.parameter_name, []).extend(_factors(module, name, swapped) for name in names)
         module = module.base_layer
     weights = {name: partial(_weight_of, experts, layer) for name, layer in _layers_of(experts)}
     layer = _layers_of(experts)[0][1]
@@ -294,8 +292,11 @@ def _computed(
 
     def product(name: str, rows: Tensor) -> Tensor:
         result = cast(Tensor, _Product.apply(rows, ends, weights[name]))  # type: ignore[no-untyped-call]
-        for adapter in adapters.get(name, ()):
-            result = result + _low_rank(rows, ends, *adapter)
+        for *factors, scale in adapters.get(name, ()):
+            first, second = (factor.to(rows.dtype).contiguous() for factor in factors)
+            if lacking := -first.shape[2] % RANK_MULTIPLE:
+                first, second = F.pad(first, (0, lacking)), F.pad(second, (0, 0, 0, lacking))
+            result = result + grouped_product(grouped_product(rows, first, ends) * scale, second, ends)
         return result
 
     first = next(name for name in weights if name != "down_proj")
@@ -319,13 +320,6 @@ def _computed(
     if added is not None:
         result = result + added
     return result.view(hidden.shape).to(hidden.dtype)
-
-
-def _low_rank(rows: Tensor, ends: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:
-    first, second = (factor.to(rows.dtype).contiguous() for factor in (first, second))
-    if lacking := -first.shape[2] % RANK_MULTIPLE:
-        first, second = F.pad(first, (0, lacking)), F.pad(second, (0, 0, 0, lacking))
-    return grouped_product(grouped_product(rows, first, ends) * scale, second, ends)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -89,40 +89,34 @@ def four_bit_weight(values: Tensor, config: BitsAndBytesConfig) -> Any:
     from bitsandbytes import functional as bits
     from bitsandbytes.nn import Params4bit  # type: ignore[attr-defined]  # which is typed in part
 
-    settings = {"quant_type": config.bnb_4bit_quant_type, "quant_storage": config.bnb_4bit_quant_storage}
+    settings = _settings(config)
     pieces = values.reshape(-1).split(PIECE if values.device.type == "cpu" else values.numel())
-    quantized = [bits.quantize_4bit(piece, blocksize=BLOCK, **settings) for piece in pieces]
+    single = settings | {"compress_statistics": False}
+    quantized = [bits.quantize_4bit(piece, blocksize=BLOCK, **single) for piece in pieces]
     state = quantized[0][1]
     state.absmax, state.shape = torch.cat([part.absmax for _, part in quantized]), values.shape
     if config.bnb_4bit_use_double_quant:
         state.offset, state.nested = state.absmax.mean(), True
         state.absmax, state.state2 = bits.quantize_blockwise(state.absmax - state.offset, blocksize=NESTED_BLOCK)
-    return Params4bit(
-        torch.cat([packed for packed, _ in quantized]),
-        bnb_quantized=True,
-        quant_state=state,
-        compress_statistics=config.bnb_4bit_use_double_quant,
-        **settings,
-    )
+    return Params4bit(torch.cat([packed for packed, _ in quantized]), bnb_quantized=True, quant_state=state, **settings)
 
 
 def four_bit_layer(rows: int, columns: int, weight: nn.Parameter, config: BitsAndBytesConfig) -> Any:
     """bitsandbytes' layer with a weight [rows, columns]: from `four_bit_weight`, or on meta and of as many numbers."""
     from bitsandbytes.nn import Linear4bit, Params4bit  # type: ignore[attr-defined]  # which is typed in part
 
-    settings = {
-        "compress_statistics": config.bnb_4bit_use_double_quant,
-        "quant_type": config.bnb_4bit_quant_type,
-        "quant_storage": config.bnb_4bit_quant_storage,
-    }
     with torch.device("meta"):
         make: Any = Linear4bit
-        layer = make(columns, rows, False, config.bnb_4bit_compute_dtype, **settings)
+        layer = make(columns, rows, False, config.bnb_4bit_compute_dtype, **_settings(config))
     layer.source_cls = nn.Linear  # as transformers notes it
-    if weight.ndim == 3:
-        weight = Params4bit(weight.detach().view(rows, columns), **settings)
-    layer.weight = weight
+    layer.weight = weight if weight.ndim < 3 else Params4bit(weight.detach().view(rows, columns), **_settings(config))
     return layer
+
+
+def _settings(config: BitsAndBytesConfig) -> dict[str, Any]:
+    keys = {"compress_statistics": "bnb_4bit_use_double_quant"}
+    keys |= {key: f"bnb_4bit_{key}" for key in ("quant_type", "quant_storage")}
+    return {key: getattr(config, name) for key, name in keys.items()}
 
 
 def _unpacked(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> Tensor:
