@@ -154,16 +154,25 @@ def test_the_documents_are_ragged() -> None:
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_moe"])
 def test_tokens_go_to_the_experts_that_they_go_to_without_autocast(family: str, tmp_path: Path) -> None:
     """GLM 4.5 and DeepSeek V3 multiply in float32 there; autocast would send 5 and 6 of 1,028 tokens elsewhere."""
-    recipe = least_recipe(save_mixture(tmp_path, family), model={"dtype": "bfloat16"}, lora={"r": 4})
-    model, chosen, losses = build_model(recipe, torch.device("cpu")).bfloat16(), list[torch.Tensor](), []
-    for experts in (module for path, module in model.named_modules() if path.endswith(".mlp.experts")):
-        if hasattr(experts, "down_proj") and experts.down_proj.ndim == 3:
-            experts.register_forward_pre_hook(lambda _, given: chosen.append(given[1].sort(-1).values))
-    batch = flat_batch((300, 20, 170, 61, 222, 37, 128, 90), vocabulary=97)
-    for enabled in (True, False):
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            losses.append(float(model(**batch)))
-    half = len(chosen) // 2
-    assert half == (2 if family == "qwen3_moe" else 1)
-    assert [int((one != other).sum()) for one, other in zip(chosen[:half], chosen[half:], strict=True)] == [0] * half
-    assert losses[0] == losses[1]
+    folder = save_mixture(tmp_path, family)
+    for weights in (torch.float32, torch.bfloat16):  # transformers keeps these routers' weights in float32
+        recipe = least_recipe(folder, model={"dtype": "bfloat16"}, lora={"r": 4})
+        model, chosen, losses = build_model(recipe, torch.device("cpu")).bfloat16(), list[torch.Tensor](), []
+        for path, module in model.named_modules():
+            if path.endswith(".mlp.gate") and family != "qwen3_moe":
+                assert "forward" in vars(module)
+                module.to(weights)
+            if path.endswith(".mlp.experts") and hasattr(module, "down_proj") and module.down_proj.ndim == 3:
+                module.register_forward_pre_hook(
+                    lambda _, given, chosen=chosen: chosen.append(given[1].sort(-1).values)
+                )
+        batch = flat_batch((300, 20, 170, 61, 222, 37, 128, 90), vocabulary=97)
+        for enabled in (True, False):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                losses.append(float(model(**batch)))
+        half = len(chosen) // 2
+        assert half == (2 if family == "qwen3_moe" else 1)
+        assert [int((one != other).sum()) for one, other in zip(chosen[:half], chosen[half:], strict=True)] == [
+            0
+        ] * half
+        assert losses[0] == losses[1]
