@@ -36,16 +36,16 @@ class Counts:
     problems: tuple[str, ...]
     mean_bytes: float
     longest_bytes: int
-    is_whole: bool  # whether every row was read
     with_tools: int = 0  # rows with tools or calls
     is_narrow: bool = False  # nearly all answers are short
     options: tuple[str, ...] = ()  # the distinct answers, if they are few and repeated
-    tokens: int = 0  # of one epoch
-    longest: int = 0  # tokens
+    tokens: int = 0  # of one epoch; 0: not counted
+    longest: int = 0  # tokens; 0: not counted
     too_long: int = 0  # rows with more than max_length tokens
     beyond: float = 0.0  # share of all tokens that a cut at max_length takes
     unanswered: int = 0  # rows whose question alone is longer than max_length
     refusal: str = ""  # why training would refuse the rows
+    uncounted: str = ""  # why not all tokens are counted
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Settings:
     epochs: int
     learning_rate: float
     max_steps: int | None
-    steps: int  # about
+    steps: int  # about; 0: not counted
     objective: Objective = "supervised"
 
 
@@ -70,10 +70,11 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
         name = "SmolLM2-135M"
     method = {"lora": "LoRA", "qlora": "QLoRA, LoRA over a 4-bit base,"}[choice.method]
     noun = {"supervised": "rows", "dpo": "pairs of answers", "kto": "judged answers"}[settings.objective]
+    steps = f"       about {counted(settings.steps, 'step')}" * bool(settings.steps)
     lines = [
         f"# {name} learns {counts.rows:,} {noun} of {entry.short_name} by {method} on {choice.place}.",
         f"#   finetune preview {as_word(file)}     shows the rows; green: the model learns to write it",
-        f"#   finetune train {as_word(file)}       about {counted(settings.steps, 'step')}",
+        f"#   finetune train {as_word(file)}{steps}",
     ]
     if choice.gpus is None:
         dtype, rank = "auto", 8
@@ -94,8 +95,9 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
     if settings.held_out:
         rows = counted(round(settings.held_out * counts.rows), "row")
         lines += [f"  eval: {{fraction: {settings.held_out:g}}}  # about {rows}: never trained on, used to measure"]
+    longest = f"about {counts.longest:,}" if counts.longest else f"{counts.longest_bytes:,} bytes"
     lines += [
-        f"  max_length: {settings.max_length}  # tokens; your longest row has about {counts.longest:,}",
+        f"  max_length: {settings.max_length}  # tokens; your longest row has {longest}",
         f"  truncation: {settings.truncation}  # {TRUNCATION_WORDS[settings.truncation]}",
         "training:",
     ]

@@ -15,6 +15,7 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.recipe.sections.preferences import names_second_model
 from finetune.recipe.yaml_text import shown
+from finetune.tokens.dataset import tokenizer_here
 from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.untrusted.model_folder import look_at_model
 
@@ -29,6 +30,14 @@ def reference_section(recipe: Recipe) -> ModelSection:
     assert recipe.preferences is not None
     changes = {"name_or_path": recipe.preferences.reference, "revision": "main", "adapter": None}
     return recipe.model.model_copy(update=changes)
+
+
+def check_reference(recipe: Recipe, used: Sequence[np.ndarray] = ()) -> list[str]:
+    """`refuse_other_tokens` before a run, if the model's tokenizer is on this machine. Nothing is downloaded."""
+    section = recipe.preferences
+    if section is None or not names_second_model(section) or (local := tokenizer_here(recipe)) is None:
+        return []
+    return [*refuse_other_tokens(recipe, local[1], used, offline=True)]
 
 
 @contextmanager

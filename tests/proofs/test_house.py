@@ -56,9 +56,8 @@ launch.cpu_memory launch.gpu_environment launch.launcher launch.local_ranks laun
 launch.plan_request launch.watched_job launch.with_parent
 measure.units
 model.known_configs
-tokens.assistant_spans tokens.cache tokens.chat_template tokens.check_documents tokens.conversation tokens.dataset
-tokens.encoder
-tokens.estimate tokens.marks tokens.mixture tokens.packing tokens.tokenizer
+tokens.assistant_spans tokens.cache tokens.chat_template tokens.conversation tokens.dataset
+tokens.encoder tokens.marks tokens.mixture tokens.packing tokens.tokenizer
 run_folder.facts ranks.heartbeat run_folder.status
 hub.around_training hub.base_model hub.client hub.model_card hub.push hub.upload_files
 report.curves report.html report.pictures report.run_page
