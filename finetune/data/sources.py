@@ -25,11 +25,11 @@ from finetune.data.layout import layout_of
 from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
 from finetune.data.readings import readings
 from finetune.errors import DataError
+from finetune.library_errors import library_errors, words_of
 from finetune.output_stream import has_controls, one_line, printable
 from finetune.paths import open_regular
 from finetune.recipe.schema import DataSet
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import words_of
 
 SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
             ".xlsx": "excel", ".arrow": "arrow"}  # fmt: skip
@@ -82,11 +82,8 @@ class Source:
             return {"hub": self.entry.path, "fingerprint": self.hub_data_set._fingerprint}
         hashes = []
         for file in self.files:
-            try:
-                with open_regular(file) as stream:
-                    hashes.append(hashlib.file_digest(stream, "blake2b").hexdigest()[:32])
-            except OSError as error:
-                raise DataError([f"{file}: cannot be read: {error.strerror}; check the file"]) from None
+            with library_errors(reading=file, kind=DataError), open_regular(file) as stream:
+                hashes.append(hashlib.file_digest(stream, "blake2b").hexdigest()[:32])
         split = "all"  # the digests stand for whole files already; only a slice changes the rows
         if read_split(self.entry.split).is_sliced:
             split = self.entry.split

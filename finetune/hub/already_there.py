@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.hub.upload_files import RUN, TOKENIZER, Outgoing
-from finetune.untrusted.library_words import words_of
+from finetune.library_errors import words_of
 
 # Files in a repository's top folder that a reader takes for the model: transformers, peft, vLLM, MLX and converters to
 # GGUF. All `*.safetensors`, because vLLM reads every one that the index does not exclude.

@@ -17,13 +17,13 @@ from finetune.hub.base_model import MOST_CARD, ask_licence, check_repository, re
 from finetune.hub.client import PUSH_ATTEMPTS, check_permission, ensure_repository, retry
 from finetune.hub.model_card import card_text
 from finetune.hub.upload_files import Outgoing, check_no_secrets, collect, product_folder
+from finetune.library_errors import library_errors
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.facts import GENERATION, read_run
 from finetune.tokens.conversation import read_conversation
 from finetune.untrusted.json_files import read_bounded
-from finetune.untrusted.library_words import in_one_line, words_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -119,7 +119,7 @@ def prepare_upload(run_dir: Path, destination: Destination, *, api: HfApi | None
     if api is not None:
         base = ask_licence(base, api)
     facts = read_run(run_dir, recipe, merged=destination.merged)
-    with in_one_line(lambda error: FinetuneError(f"{run_dir}: its files are not those of a run: {words_of(error)}")):
+    with library_errors(f"{run_dir}: its files are not those of a run"):
         is_chat, conversation = (product / "chat_template.jinja").is_file(), read_conversation(run_dir)
         text = card_text(
             destination.repo_id,

@@ -29,6 +29,7 @@ from finetune.architecture.recomputation import checkpoint_layers
 from finetune.base.location import folder_of, resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import loading_in_this_thread
+from finetune.library_errors import library_errors, not_loaded
 from finetune.model.adapter_targets import has_experts, language_model_path
 from finetune.model.dtypes import widening
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
@@ -43,7 +44,6 @@ from finetune.model.stored_structure import as_stored, fetch_weights
 from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
 from finetune.recipe.schema import Quantization, Recipe
 from finetune.untrusted.config_sizes import MXFP4, stored_format
-from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.untrusted.model_folder import look_at_config, look_at_model
 from finetune.wording import install_command
 
@@ -55,7 +55,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
     Raises FinetuneError if there is none, or if it already has one of these tokens.
     """
-    with in_one_line(partial(not_loaded, "tokenizer", recipe.model.name_or_path)):
+    with library_errors(partial(not_loaded, "tokenizer", recipe.model.name_or_path)):
         tokenizer = read_tokenizer(recipe.model)
     if recipe.model.new_tokens:
         add_to_tokenizer(tokenizer, recipe.model)
@@ -178,7 +178,7 @@ def load_base(
         fetch_weights(section)  # their ties are read before the model is built
     if (files := folder_of(folder, section.revision)) is not None:
         look_at_model(files, whole=Path(folder).is_dir())
-    with in_one_line(partial(_weights_not_loaded, recipe, name)):
+    with library_errors(partial(_weights_not_loaded, recipe, name)):
         config = configuration(recipe, path)
         if recipe.quantization:
             options["quantization_config"] = bitsandbytes_config(recipe.quantization, config, quantise_on)
@@ -210,7 +210,7 @@ def load_base(
 
 def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The base model on meta, built from its configuration, with the quantised layers that the recipe asks for."""
-    with in_one_line(partial(_structure_not_built, recipe)):
+    with library_errors(partial(_structure_not_built, recipe)):
         config = configuration(recipe)
         trained = trained_config(config)
         settings = bitsandbytes_config(recipe.quantization, trained) if recipe.quantization else None

@@ -20,10 +20,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.base.location import folder_of, refuse_unreachable, resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.library_errors import library_errors, words_of
 from finetune.output_stream import one_line
 from finetune.recipe.schema import ModelSection
 from finetune.recipe.yaml_text import shown
-from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.programs import look_at_tokenizer
 
 TOKENIZER_FILES = "tokenizer*", "*.model", "vocab*"
@@ -104,7 +104,7 @@ def _pieces_by_id(section: str) -> dict[int, tuple[int, ...]] | None:
     if folder.is_dir() and not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
         return None
     place = f"model.add_tokens: no tokenizer of {one_line(read.name_or_path)} to add to"
-    with in_one_line(lambda error: EnvironmentMismatch(f"{place}: {words_of(error, 200)}")):
+    with library_errors(lambda error: EnvironmentMismatch(f"{place}: {words_of(error, 200)}")):
         return add_to_tokenizer(read_tokenizer(read), read)
 
 

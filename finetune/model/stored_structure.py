@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.base.location import base_file, folder_of, resolve_model_path
 from finetune.errors import FinetuneError
+from finetune.library_errors import library_errors, not_loaded
 from finetune.output_stream import one_line, silenced
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.untrusted.model_folder import INDEX, MOST_INDEX, SINGLE, plain_names, weight_files
 from finetune.untrusted.safetensors_header import TensorFacts, read_header
 
@@ -77,7 +77,7 @@ def stored_structure(section: ModelSection, path: str | None = None) -> StoredSt
         return None
     facts = [(file.resolve(), file.stat()) for file in (folder / "config.json", *files)]
     key = tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in facts)
-    with in_one_line(partial(not_loaded, "weights", path or section.name_or_path)):
+    with library_errors(partial(not_loaded, "weights", path or section.name_or_path)):
         return _found(str(folder), tuple(map(str, files)), key, section.trust_remote_code)
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.library_errors import library_errors
 from finetune.measure.units import GIB, PHASES
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.sections.preferences import is_own_reference
 from finetune.report.pictures import Chart, Series, smoothed
 from finetune.run_folder.facts import RunFacts, read_run, require_run_folder
-from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.wording import metric_in_words
 
 # Title, key of a training line, factor.
@@ -81,7 +81,7 @@ def _read_checked(folder: Path, name: str, plan_of: Callable[[Path], Mapping[str
     facts = read_run(folder, recipe_from_resolved(folder / "recipe.yaml"))
     run = ReportedRun(name, folder, facts, plan_of(folder) or {})
     # Compute every figure once, so that a damaged file is one line here and no traceback while the page is drawn.
-    with in_one_line(lambda error: FinetuneError(f"{folder}: its files are not those of a run: {words_of(error)}")):
+    with library_errors(f"{folder}: its files are not those of a run"):
         for figures_of in (summary, phase_peaks, planned_peaks):
             figures_of(run)
         run.facts.missing()

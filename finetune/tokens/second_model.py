@@ -12,11 +12,11 @@ import numpy as np
 
 from finetune.base.location import folder_of
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.library_errors import library_errors, not_loaded
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.recipe.sections.preferences import names_second_model
 from finetune.recipe.yaml_text import shown
 from finetune.tokens.dataset import tokenizer_here
-from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.untrusted.model_folder import look_at_model
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def refuse_other_tokens(
             if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
                 yield f"{place}: {name} has no tokenizer to compare; see that it reads the model's own tokens"
                 return
-        with in_one_line(partial(not_loaded, "tokenizer", name)):
+        with library_errors(partial(not_loaded, "tokenizer", name)):
             theirs = {number: token for token, number in read_tokenizer(model).get_vocab().items()}
     differing = {number: token for token, number in own.get_vocab().items() if theirs.get(number) != token}
     added = [number for number in differing if number in own.added_tokens_decoder]

@@ -18,6 +18,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder
+from finetune.library_errors import library_errors
 from finetune.output_stream import one_line
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import unreadable
@@ -197,14 +198,11 @@ def look_at_tokenizer(folder: Path) -> None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return
-    try:
-        with open_regular(path) as file:
-            if file.seek(0, 2) > MOST_TOKENIZER:
-                raise unreadable(path, f"is larger than {MOST_TOKENIZER / 2**20:,.0f} MiB")
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise unreadable(path, f"cannot be read: {error.strerror}", "check the file") from None
+    with library_errors(reading=path), open_regular(path) as file:
+        if file.seek(0, 2) > MOST_TOKENIZER:
+            raise unreadable(path, f"is larger than {MOST_TOKENIZER / 2**20:,.0f} MiB")
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     problem = _tokenizer_problem(path, digest)
     if problem is not None:
         raise unreadable(path, f"the tokenizer {problem}")

@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from finetune.library_errors import library_errors
 from finetune.output_stream import has_controls, one_line
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import kind_by_head, parse_document, unreadable
@@ -47,20 +48,17 @@ class TensorFacts:
 
 def read_header(path: Path) -> dict[str, TensorFacts]:
     """A file's tensors by name. Raises FinetuneError, in one line, if the file is not whole and consistent."""
-    try:
-        with open_regular(path) as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            head = file.read(LENGTH_BYTES)
-            length = int.from_bytes(head, "little")
-            if not size or len(head) < LENGTH_BYTES or length > min(MOST_HEADER, size - LENGTH_BYTES):
-                what = kind_by_head(head + file.read(56))
-                if not what and length <= size - LENGTH_BYTES:
-                    raise _too_many_names(path, length)
-                raise _no_safetensors(path, f"is {what}" if what else _cut_off(size, length))
-            content = file.read(length)
-    except OSError as error:
-        raise unreadable(path, f"cannot be read: {error.strerror}", "check the file") from None
+    with library_errors(reading=path), open_regular(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        head = file.read(LENGTH_BYTES)
+        length = int.from_bytes(head, "little")
+        if not size or len(head) < LENGTH_BYTES or length > min(MOST_HEADER, size - LENGTH_BYTES):
+            what = kind_by_head(head + file.read(56))
+            if not what and length <= size - LENGTH_BYTES:
+                raise _too_many_names(path, length)
+            raise _no_safetensors(path, f"is {what}" if what else _cut_off(size, length))
+        content = file.read(length)
     header = parse_document(path, content, unique=True)
     if not isinstance(header, dict):
         raise _no_safetensors(path, "has a header that is not a JSON object")

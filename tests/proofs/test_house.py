@@ -26,7 +26,7 @@ from tests.support.runs.recipes import tiny_lora, write_recipe
 PACKAGE = Path(__file__).resolve().parents[2] / "finetune"
 # From the ground up: a room imports from the floors below its own, never from its neighbours.
 FLOORS = [
-    ["errors", "output_stream", "paths", "redaction", "trial_limit", "wording"],
+    ["errors", "library_errors", "output_stream", "paths", "redaction", "trial_limit", "wording"],
     ["recipe", "files"],
     ["architecture", "untrusted", "scoring"],
     ["base"],
@@ -50,7 +50,7 @@ WITH_A_DOOR = ("planner", "importers", "new_recipe")  # other packages import th
 PLANNER_FLOORS = [["planner.trace"], ["planner.depth"], ["planner"]]
 # These import no torch, not through others either, so that checking a recipe, listing recipes and help are instant.
 LIGHT = """
-errors output_stream paths redaction trial_limit wording files train untrusted
+errors library_errors output_stream paths redaction trial_limit wording files train untrusted
 recipe data importers new_recipe compare doctor cli closed_form scoring base.location base.package_models
 launch.cpu_memory launch.gpu_environment launch.launcher launch.local_ranks launch.script launch.signals launch.slurm
 launch.plan_request launch.watched_job launch.with_parent
@@ -474,7 +474,7 @@ def test_no_conflict_is_left_in_a_file() -> None:
 
 BY_NAME = re.compile(r"type\(\w+\)\.__(qual)?name__ *(==|!=|in\b|not in)|in type\(\w+\)\.__(qual)?name__")
 # Errors of libraries that these files do not import.
-ERRORS_BY_NAME = {"storage/backends.py", "untrusted/library_words.py"}
+ERRORS_BY_NAME = {"storage/backends.py", "library_errors.py"}
 
 
 def test_no_class_is_recognised_by_its_name() -> None:
