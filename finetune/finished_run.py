@@ -29,8 +29,8 @@ from finetune.generation.generate import stop_on
 from finetune.library_errors import library_errors, words_of
 from finetune.model.adapter_targets import has_experts
 from finetune.model.adapters import experts_as_parameters, silenced_peft, take_new_rows_into_loss
-from finetune.model.build import configuration, decoder_parts, load_base, load_tokenizer
-from finetune.model.new_tokens import add_rows
+from finetune.model.build import configuration, decoder_parts, load_base
+from finetune.model.new_tokens import add_rows, load_tokenizer
 from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
@@ -166,7 +166,7 @@ def load_run_tokenizer(run: FinishedRun) -> PreTrainedTokenizerBase:
         return load_tokenizer(run.recipe)
     look_at_tokenizer(run.product)
     message = f"{run.product}: the tokenizer could not be loaded"
-    with library_errors(f"{message}", "resume the run"):
+    with library_errors(message, "resume the run"):
         # False refuses code beside the tokenizer. None would ask a question on the terminal.
         trust = run.recipe.model.trust_remote_code
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.product, trust_remote_code=trust)

@@ -56,7 +56,7 @@ from finetune.generation.held_out import (
 )
 from finetune.launch.launcher import Launch
 from finetune.library_errors import library_errors
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.output_stream import one_line
 from finetune.recipe.mixed_precision import FastestFormat
 from finetune.recipe.schema import Recipe

@@ -30,7 +30,8 @@ from finetune.files import cut_lines, making, publish_folder, read_lines, write_
 from finetune.finished_run import recipe_of_run
 from finetune.hand_over.own_folder import refuse_foreign, write_record
 from finetune.library_errors import library_errors
-from finetune.model.build import build_model, decoder_parts, load_tokenizer
+from finetune.model.build import build_model, decoder_parts
+from finetune.model.new_tokens import load_tokenizer
 from finetune.paths import leaves_folder
 from finetune.recipe.schema import Recipe
 from finetune.report.run_page import PAGE_NAME, PICTURES, write_pages

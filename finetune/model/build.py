@@ -19,7 +19,6 @@ from transformers import (
     BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -32,7 +31,7 @@ from finetune.files import loading_in_this_thread
 from finetune.library_errors import library_errors, not_loaded
 from finetune.model.adapter_targets import has_experts, language_model_path
 from finetune.model.dtypes import widening
-from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
+from finetune.model.new_tokens import add_rows
 from finetune.model.quantization import (
     correct_on_cpu,
     forget_inputs,
@@ -48,18 +47,6 @@ from finetune.untrusted.model_folder import look_at_config, look_at_model
 from finetune.wording import install_command
 
 Load = Callable[..., PreTrainedModel]
-
-
-def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The base model's tokenizer, with its chat template and the recipe's new tokens.
-
-    Raises FinetuneError if there is none, or if it already has one of these tokens.
-    """
-    with library_errors(partial(not_loaded, "tokenizer", recipe.model.name_or_path)):
-        tokenizer = read_tokenizer(recipe.model)
-    if recipe.model.new_tokens:
-        add_to_tokenizer(tokenizer, recipe.model)
-    return tokenizer
 
 
 def build_model(

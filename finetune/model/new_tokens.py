@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.base.location import folder_of, refuse_unreachable, resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.library_errors import library_errors, words_of
+from finetune.library_errors import library_errors, not_loaded, words_of
 from finetune.output_stream import one_line
-from finetune.recipe.schema import ModelSection
+from finetune.recipe.schema import ModelSection, Recipe
 from finetune.recipe.yaml_text import shown
 from finetune.untrusted.programs import look_at_tokenizer
 
@@ -39,6 +39,18 @@ class NewRows:
     @property
     def ids(self) -> list[int]:
         return list(self.starts)
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The base model's tokenizer, with its chat template and the recipe's new tokens.
+
+    Raises FinetuneError if there is none, or if it already has one of these tokens.
+    """
+    with library_errors(partial(not_loaded, "tokenizer", recipe.model.name_or_path)):
+        tokenizer = read_tokenizer(recipe.model)
+    if recipe.model.new_tokens:
+        add_to_tokenizer(tokenizer, recipe.model)
+    return tokenizer
 
 
 def read_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:

@@ -16,7 +16,7 @@ from finetune.data.chat import Chat, Content, Judged, Pair, documents_in
 from finetune.data.rows import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import DataError
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.schema import Data, DataSet, Recipe
 from finetune.tokens.cache import StoredDocuments, are_alike
 from finetune.tokens.dataset import Prepared, prepare

@@ -244,7 +244,7 @@ def tokenizer_here(recipe: Recipe) -> tuple[Recipe, PreTrainedTokenizerBase] | N
     file = tokenizer_file(section.name_or_path, section.revision)
     if file is None or section.trust_remote_code:
         return None
-    from finetune.model.build import load_tokenizer  # imports transformers, which takes two seconds
+    from finetune.model.new_tokens import load_tokenizer  # imports transformers, which takes two seconds
 
     local = recipe.model_copy(update={"model": section.model_copy(update={"name_or_path": str(file.parent)})})
     try:

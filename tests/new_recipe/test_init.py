@@ -21,7 +21,7 @@ from finetune.data.chat import Chat, documents_in
 from finetune.data.rows import RowReader, check_rows
 from finetune.data.sources import resolve
 from finetune.errors import FinetuneError
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.new_recipe import propose
 from finetune.new_recipe.proposal import ROW_SIZES
 from finetune.recipe.loader import load_recipe

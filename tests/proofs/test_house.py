@@ -26,7 +26,8 @@ from tests.support.runs.recipes import tiny_lora, write_recipe
 PACKAGE = Path(__file__).resolve().parents[2] / "finetune"
 # From the ground up: a room imports from the floors below its own, never from its neighbours.
 FLOORS = [
-    ["errors", "library_errors", "output_stream", "paths", "redaction", "trial_limit", "wording"],
+    ["errors", "output_stream", "paths", "redaction", "trial_limit", "wording"],
+    ["library_errors"],
     ["recipe", "files"],
     ["architecture", "untrusted", "scoring"],
     ["base"],

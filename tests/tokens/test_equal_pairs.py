@@ -10,7 +10,7 @@ import pytest
 
 from finetune.cli.main import main
 from finetune.errors import DataError
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.report.preview import preview

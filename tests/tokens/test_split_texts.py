@@ -12,7 +12,7 @@ import pytest
 from finetune.cli.main import main
 from finetune.data.sources import resolve
 from finetune.errors import DataError
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.schema import Recipe
 from finetune.report.preview import find_oddities
 from finetune.tokens.cache import pieces_of

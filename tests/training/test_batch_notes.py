@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from finetune.cli.main import main
-from finetune.model.build import load_tokenizer
 from finetune.model.known_configs import beyond_stated
+from finetune.model.new_tokens import load_tokenizer
 from finetune.planner import changed
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.optimizers import far_rate

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from finetune.architecture.families import router_coefficient
 from finetune.cli.main import main
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.optimizers import PREFERENCE_RATE_LIMITS, far_rate
 from finetune.recipe.schema import Recipe
