@@ -221,12 +221,15 @@ def _whole_table(values: dict[str, Any], is_alone: bool) -> str | None:
     columns = list(values.values())
     if {*values} >= {"columns", "data"} and isinstance(values["data"], list) and isinstance(values["columns"], list):
         shape = "the columns' names and the rows apart"
-    elif columns and all(isinstance(each, dict) and each and all(map(str.isdigit, each)) for each in columns):
+    elif columns and all(isinstance(column, dict) and column and all(map(str.isdigit, column)) for column in columns):
         shape = "columns, each with its rows by number"
     elif (
         len(columns) > 1
-        and all(isinstance(each, list) and len(each) > 1 and isinstance(each[0], str | int | float) for each in columns)
-        and len({len(each) for each in columns}) == 1
+        and all(
+            isinstance(column, list) and len(column) > 1 and isinstance(column[0], str | int | float)
+            for column in columns
+        )
+        and len({len(column) for column in columns}) == 1
         and is_alone
     ):
         shape = "columns, each a list of its rows"

@@ -230,9 +230,9 @@ def _attempt(
     entries = [
         entry for entry in api.list_repo_tree(repo, recursive=True, revision=head) if isinstance(entry, RepoFile)
     ]
-    there = {entry.path: entry.lfs.sha256 if entry.lfs is not None else entry.blob_id for entry in entries}
+    on_hub = {entry.path: entry.lfs.sha256 if entry.lfs is not None else entry.blob_id for entry in entries}
     files, card = list(upload.files), ""
-    if "README.md" in there:
+    if "README.md" in on_hub:
         with tempfile.TemporaryDirectory() as folder:
             file = api.hf_hub_download(repo, "README.md", revision=head, local_dir=folder)
             card = read_bounded(Path(file), MOST_CARD).decode("utf-8", "replace")
@@ -242,7 +242,7 @@ def _attempt(
         files = [replace(file, content=merged.encode()) if file.path == "README.md" else file for file in files]
     # The client hashes each file and asks the Hub which ones it has already: a repeated attempt sends only the rest.
     adds = [CommitOperationAdd(file.path, file.content) for file in files]
-    gone, staying = obsolete_files(there, {file.path: file for file in files}, card)
+    gone, staying = obsolete_files(on_hub, {file.path: file for file in files}, card)
     if gone:
         log(f"removed there, as an earlier model's: {', '.join(gone)}; the Hub's history keeps them")
     if staying:

@@ -150,9 +150,9 @@ def _entry_lines(entry: DataSet, counts: Counts) -> list[str]:
     if entry.labels:
         lines.append(f"labels: {in_yaml(entry.labels)}  # true: a wanted answer")
     if entry.drop:
-        found = [f"{counts.empty:,} with an empty cell"] * ("empty" in entry.drop)
-        found += [f"{counts.duplicate:,} equal to an earlier row"]
-        lines.append(f"drop: [{', '.join(entry.drop)}]  # rows left out: {', '.join(found)}")
+        reasons = [f"{counts.empty:,} with an empty cell"] * ("empty" in entry.drop)
+        reasons += [f"{counts.duplicate:,} equal to an earlier row"]
+        lines.append(f"drop: [{', '.join(entry.drop)}]  # rows left out: {', '.join(reasons)}")
     if entry.chat_template_kwargs:
         lines.append("chat_template_kwargs: {enable_thinking: false}  # your answers come without reasoning")
     return ["    - " + lines[0], *("      " + line for line in lines[1:])]

@@ -132,10 +132,10 @@ def read_columns(text: str | None) -> dict[str, str]:
 def read_labels(text: str | None) -> dict[str, bool]:
     """Read `--labels`: `up=true,down=false` or YAML. Raises FinetuneError."""
     labels = _read_mapping("--labels", text, form := "write --labels up=true,down=false")
-    for label, wanted in labels.items():
-        if wanted.lower() not in ("true", "false"):
+    for label, word in labels.items():
+        if word.lower() not in ("true", "false"):
             raise FinetuneError(f"--labels: {one_line(label, 60)} is true (wanted) or false (not); {form}")
-    return {label.lower(): wanted.lower() == "true" for label, wanted in labels.items()}
+    return {label.lower(): word.lower() == "true" for label, word in labels.items()}
 
 
 def _read_mapping(option: str, text: str | None, form: str) -> dict[str, str]:
@@ -157,7 +157,7 @@ def _read_mapping(option: str, text: str | None, form: str) -> dict[str, str]:
 def _format_of(columns: Mapping[str, str]) -> KnownFormat | None:
     """The layout that `--columns` names; None if none is whole. A prompt and its completion are texts or turns."""
     # Two answers or a label before a prompt and its completion, which are texts or turns.
-    for name, layout in sorted(LAYOUTS.items(), key=lambda each: each[1].objective == "supervised"):
+    for name, layout in sorted(LAYOUTS.items(), key=lambda item: item[1].objective == "supervised"):
         if {*layout.columns} <= {*columns} <= {*layout.all}:
             return name
     return None
@@ -206,7 +206,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
     if reading.labels:
         changes["labels"] = dict(reading.labels)
-    numbers = [each.name for each in result.columns if each.kind == "number"]
+    numbers = [column.name for column in result.columns if column.kind == "number"]
     answer = reading.columns.get("output", "output")
     if reading.format == "alpaca" and answer in numbers:  # a template makes texts of them
         if not re.fullmatch(r"\w[\w ]*", answer):
@@ -253,7 +253,7 @@ def _choose_reading(
     target: str, result: Readings, options: Options, choose_one: Callable[[Sequence[str]], int] | None
 ) -> Reading:
     """How the rows are read. Raises DataError if it is not clear and nobody can be asked."""
-    target, plausible = one_line(target), result.found
+    target, plausible = one_line(target), result.plausible
     if options.columns:
         names = {column.name: column for column in result.columns}
         # A path into an object is looked up when the rows are counted.
@@ -267,7 +267,7 @@ def _choose_reading(
         if "label" in options.columns and not options.labels:
             judged = judgement_of([names[options.columns["label"]]])
             if judged is not None:
-                labels = {value: wanted for value, wanted in judged[1].items() if label_of(value) is not wanted}
+                labels = {value: verdict for value, verdict in judged[1].items() if label_of(value) is not verdict}
                 named = replace(named, unknown=tuple(labels))
         plausible = [named]
     elif result.obstacle:
@@ -302,7 +302,7 @@ def _in_words(reading: Reading, among: Sequence[Reading]) -> str:
     words = reading.in_words()
     if reading.labels or reading.unknown:
         words += f" --labels {shlex.quote(labels_in_yaml(reading))}"
-    if len({each.objective for each in among}) > 1:
+    if len({other.objective for other in among}) > 1:
         meaning = {"supervised": "all answers: supervised", "kto": "judged answers: kto", "dpo": "pairs: dpo"}
         words += f" ({meaning[reading.objective]})"
     return words
@@ -384,15 +384,15 @@ def _choose_length_and_model(
     More than USUAL_ROWS tokens are chosen only if the model and the method stay the same.
     """
     sizes = [size for size in ROW_SIZES if gpus is not None or size <= MOST_ON_CPU]
-    wanted = next((size for size in sizes if size >= tokens), sizes[-1])
-    usual = min(wanted, USUAL_ROWS)
+    limit = next((size for size in sizes if size >= tokens), sizes[-1])
+    usual = min(limit, USUAL_ROWS)
     choice = choose(gpus, model, usual, objective)
     # The longest size first. The first one that keeps the model and the method is taken.
-    for longer in sorted((size for size in sizes if usual < size <= wanted), reverse=True):
+    for longer in sorted((size for size in sizes if usual < size <= limit), reverse=True):
         with suppress(DoesNotFit):
-            found = choose(gpus, model, longer, objective)
-            if found.memory and (found.model, found.method) == (choice.model, choice.method):
-                return longer, found
+            longer_choice = choose(gpus, model, longer, objective)
+            if longer_choice.memory and (longer_choice.model, longer_choice.method) == (choice.model, choice.method):
+                return longer, longer_choice
     return usual, choice
 
 
@@ -501,7 +501,7 @@ def _findings(
     if source.kind == "csv":
         dialect = csv_dialect(source.files[0], encoding=source.entry.encoding)
         name += f", separated by {dialect.separator}, {dialect.encoding}"
-        name += "".join(f", {each}" for each in dialect.quotes_in_words())
+        name += "".join(f", {part}" for part in dialect.quotes_in_words())
     if sample.total is None:
         rows = f"{len(sample.values):,} rows read"
     elif sample.is_whole:
@@ -521,7 +521,7 @@ def _findings(
     line = f"read as {in_yaml(reading.columns) if reading.columns else reading.format}"
     if reading.labels:
         line += f", labels {in_yaml(reading.labels)}"
-    lines.append(line + f"; not used: {listed([each.in_words() for each in unused])}" * bool(unused))
+    lines.append(line + f"; not used: {listed([column.in_words() for column in unused])}" * bool(unused))
     if "output" in entry.template:
         lines.append(f"answers that are numbers, or true and false, become texts: template: {in_yaml(entry.template)}")
     lines += remarks(reading, result.columns)

@@ -150,7 +150,7 @@ def _smoothed(run: ReportedRun, key: str, factor: float = 1.0) -> tuple[list[tup
 
 def reward_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     """The charts of runs on preferences; each is empty where no run has its values."""
-    charts = [measured_chart(runs, *each) for each in PREFERENCE_CURVES]
+    charts = [measured_chart(runs, *row) for row in PREFERENCE_CURVES]
     by_token = any("logp_chosen_by_token" in line for run in runs for line in run.facts.trained())
     for title, keys in (REWARDS, LOGP_BY_TOKEN if by_token else LOGPS):
         if len(runs) == 1:
@@ -199,7 +199,7 @@ def reliability_chart(run: ReportedRun) -> Chart:
     figures = run.facts.evaluated.get("options", {})
     series = [
         Series(
-            name, [(100 * each["probability"], 100 * each["right"]["mean"]) for each in figures[name]["curve"]], True
+            name, [(100 * point["probability"], 100 * point["right"]["mean"]) for point in figures[name]["curve"]], True
         )
         for name in ("base", "tuned")
         if figures
@@ -244,7 +244,7 @@ def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
     charts.append(score_chart(runs))
     if len(runs) == 1:
         charts.append(reliability_chart(runs[0]))
-    charts += [curve(runs, *each) for each in CURVES]
+    charts += [curve(runs, *row) for row in CURVES]
     charts.append(memory_curve(runs))
     return [chart for chart in charts if chart.shown]
 
@@ -252,7 +252,7 @@ def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
 def phase_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Peak memory of each phase, planned and measured, as bars."""
     planned, measured = [planned_peaks(run) for run in runs], [phase_peaks(run) for run in runs]
-    phases = [phase for phase in PHASES if any(phase in each for each in (*planned, *measured))]
+    phases = [phase for phase in PHASES if any(phase in times for times in (*planned, *measured))]
     series = []
     for index, run in enumerate(runs):
         prefix = f"{run.name}, " if len(runs) > 1 else ""

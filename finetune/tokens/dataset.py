@@ -271,8 +271,8 @@ def _questions_in_both(pool: DocumentPool, split: Split) -> int:
 
     def question(index: int) -> bytes:
         ids, labels = pool.document(index)
-        asked = int(np.argmax(labels != IGNORE))
-        return ids[:asked].tobytes() if asked > 1 else b""
+        answer_start = int(np.argmax(labels != IGNORE))
+        return ids[:answer_start].tobytes() if answer_start > 1 else b""
 
     trained = {question(index) for index in np.unique(split.train).tolist()} - {b""}
     return sum(question(index) in trained for index in split.held_out.tolist())

@@ -117,12 +117,12 @@ class Encoder:
         One row's documents begin with the same prompt tokens. If the tokenizer would join the prompt's end with one
         answer's start, every document is split there before tokenising.
         """
-        found = iter(self.texts.tokenise([script for scripts in rows for script in scripts]))
+        encoded = iter(self.texts.tokenise([script for scripts in rows for script in scripts]))
         result: list[list[Document] | RowError] = []
         for scripts in rows:
             documents: list[Document] = []
             mistake: RowError | None = None
-            for document in islice(found, len(scripts)):
+            for document in islice(encoded, len(scripts)):
                 if isinstance(document, RowError):
                     mistake = mistake or document
                 else:
@@ -276,18 +276,18 @@ class Encoder:
         if train_on == "completion":
             # The turns after the answer are unsupervised, and may change how the template writes the answer.
             chat = replace(chat, messages=chat.messages[: chosen[-1] + 1])
-        wanted = answers if train_on == "all" else chosen
+        indices = answers if train_on == "all" else chosen
         messages = self._as_read_by_template(chat.messages)
-        rendered = self._find_spans(messages, chat, wanted)
+        rendered = self._find_spans(messages, chat, indices)
         if changed := _without_second_blocks(messages, rendered, chosen):
-            rendered = self._find_spans(changed, chat, wanted)
+            rendered = self._find_spans(changed, chat, indices)
         for index in chosen:
             self._check_reasoning(chat, index, rendered)
         remarks, stops = self._remarks(chat, chosen, rendered), tuple(sorted(rendered.stops))
         supervised = self._supervised_spans(chosen, rendered)
         return Script(rendered.text, supervised, rendered.literals, remarks=remarks, stops=stops)
 
-    def _find_spans(self, messages: list[dict[str, Any]], chat: Chat, wanted: list[int]) -> Rendered:
+    def _find_spans(self, messages: list[dict[str, Any]], chat: Chat, indices: list[int]) -> Rendered:
         """Render the chat in the template's form, with its spans. Raises RowError."""
         refused: RowError | None = None
         forms = self.template.forms(chat.template_kwargs, tools=bool(chat.tools))
@@ -295,7 +295,7 @@ class Encoder:
             forms = forms[:1]  # forms differ in the way they write calls
         for form in forms:
             try:
-                return self._finder(chat.template_kwargs, form).find(messages, chat.tools, wanted)
+                return self._finder(chat.template_kwargs, form).find(messages, chat.tools, indices)
             except RowError as error:
                 refused = refused or error
         assert refused is not None

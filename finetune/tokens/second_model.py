@@ -87,19 +87,19 @@ def refuse_other_tokens(
             theirs = {number: token for token, number in read_tokenizer(model).get_vocab().items()}
     differing = {number: token for token, number in own.get_vocab().items() if theirs.get(number) != token}
     added = [number for number in differing if number in own.added_tokens_decoder]
-    unused = set(added) - _found(added, used)
+    unused = set(added) - _occurring(added, used)
     if wrong := sorted(differing.keys() - unused):
-        there = shown(theirs[wrong[0]]) if wrong[0] in theirs else "none"
+        other_token = shown(theirs[wrong[0]]) if wrong[0] in theirs else "none"
         raise FinetuneError(
             f"{place}: {name} has another tokenizer: token {wrong[0]} is {shown(differing[wrong[0]])} in the model's "
-            f"vocabulary and {there} in the reference's; name a model with the same tokens, or set {place}: start"
+            f"vocabulary and {other_token} in the reference's; name a model with the same tokens, or set {place}: start"
         )
 
 
-def _found(numbers: Sequence[int], used: Sequence[np.ndarray]) -> set[int]:
+def _occurring(numbers: Sequence[int], used: Sequence[np.ndarray]) -> set[int]:
     """The numbers that are among these token ids."""
-    found: set[int] = set()
+    result: set[int] = set()
     for tokens in used if numbers else ():
         for start in range(0, len(tokens), SEARCHED_AT_A_TIME):
-            found |= {*np.intersect1d(tokens[start : start + SEARCHED_AT_A_TIME], numbers).tolist()}
-    return found
+            result |= {*np.intersect1d(tokens[start : start + SEARCHED_AT_A_TIME], numbers).tolist()}
+    return result
