@@ -126,9 +126,12 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
         formats = ["preference"]  # each row is two judged answers
     for row in rows:
         view = layout.view(row)  # of texts: none is parsed yet
-        format = _format_with_columns(view, formats)
-        if format is None:
+        whole = [name for name in formats if {*LAYOUTS[name].columns} <= view.keys()]
+        if not whole:
             continue
+        # A column that is null in this row may have a value in others.
+        filled = (name for name in whole if all(view[column] is not None for column in LAYOUTS[name].columns))
+        format = next(filled, whole[0])
         layout = replace(layout, format=format)
         with suppress(BadRow):  # the row itself is refused, with its place
             view = layout.view(row)
@@ -142,17 +145,6 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
     if entry.format != "auto" or is_named:
         raise BadRow(_answer_to_missing(entry, formats[0], names))
     raise BadRow(_answer_to_unknown(entry, rows, names))
-
-
-def _format_with_columns(view: Mapping[str, Any], formats: Sequence[KnownFormat]) -> KnownFormat | None:
-    """The first format whose columns the row has; formats whose columns have values in this row come first."""
-    for name in formats:
-        if all(view.get(column) is not None for column in LAYOUTS[name].columns):
-            return name
-    for name in formats:  # a column that is null in this row may have a value in others
-        if all(column in view for column in LAYOUTS[name].columns):
-            return name
-    return None
 
 
 # -- messages about the columns, with the line to add ----------------------------------------------------------

@@ -296,17 +296,12 @@ def _decode(raw: bytes, offset: int, encoding: str = "utf-8") -> str:
     try:
         return raw.decode(encoding)
     except UnicodeDecodeError as error:
+        value = error.object[error.start]
         if encoding == "utf-8":
-            raise BadRow(_not_utf8(offset + error.start, error)) from None
-        byte = f"byte {offset + error.start:,} of the file (0x{error.object[error.start]:02x})"
+            byte = f"byte {offset + error.start} of the file (0x{value:02x}) is not UTF-8"
+            raise BadRow(f"{byte}; save the file as UTF-8, or convert it: iconv -f LATIN1 -t UTF-8") from None
+        byte = f"byte {offset + error.start:,} of the file (0x{value:02x})"
         raise BadRow(f"{byte} is not {encoding}; name the file's own: encoding: cp1252") from None
-
-
-def _not_utf8(position: int, error: UnicodeDecodeError) -> str:
-    return (
-        f"byte {position} of the file (0x{error.object[error.start]:02x}) is not UTF-8; "
-        "save the file as UTF-8, or convert it: iconv -f LATIN1 -t UTF-8"
-    )
 
 
 def parse_object(text: str) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def _hashes(content: bytes) -> tuple[str, str]:
 def marked_card(card: str) -> str:
     """A new card whose text lies between the kit's marks. The marks hold hashes, so that a later edit is noticed."""
     parsed = parsed_card(card, "the new card")
-    return _card(parsed.data, _part(parsed.text, parsed.data))
+    text = parsed.text.strip()
+    return _card(parsed.data, f"{_BEGIN.format(_digest(text), _digest(parsed.data.to_dict()))}\n{text}\n{_END}")
 
 
 def merged_card(on_hub: str, new: str) -> tuple[str, list[str]]:
@@ -162,11 +163,6 @@ def parsed_card(card: str, place: str) -> Any:
         return parsed
     except Exception as error:  # YAML's, or the card's own about a field
         raise FinetuneError(f"{place}: its metadata cannot be read: {words_of(error)}; correct them there") from None
-
-
-def _part(text: str, data: Any) -> str:
-    text = text.strip()
-    return f"{_BEGIN.format(_digest(text), _digest(data.to_dict()))}\n{text}\n{_END}"
 
 
 def _card(data: Any, *parts: str) -> str:

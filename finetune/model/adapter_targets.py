@@ -59,7 +59,12 @@ def resolve_targets(model: PreTrainedModel, lora: Lora) -> Targets:
     parameters = lora.target_parameters or []
     if lora.target_parameters != []:
         plain = [f"{path}.weight" for path in layers if path in renamed]
-        _refuse_without_adapters(lora, [path for path in plain if not is_packed(layers[path.removesuffix(".weight")])])
+        unpacked = [path for path in plain if not is_packed(layers[path.removesuffix(".weight")])]
+        for key, value in without_adapters(lora) if unpacked else ():
+            raise FinetuneError(
+                f"lora.{key}: is {value}, which peft does not offer for the parameters that all-linear reaches here, "
+                f"{', '.join(unpacked)}; remove it, or leave them out: lora.target_parameters: []"
+            )
         parameters = [*_shortest(plain, [name for name, _ in model.named_parameters()]), *parameters]
     return Targets([path for path in layers if path not in renamed], parameters)
 
@@ -435,16 +440,6 @@ def _shortest(paths: list[str], every: list[str]) -> list[str]:
         own = [path for path in paths if kind_of(path) == kind]
         chosen += [kind] if set(ends_of(every, kind)) == set(own) else own
     return chosen
-
-
-def _refuse_without_adapters(lora: Lora, parameters: list[str]) -> None:
-    settings: Iterator[tuple[str, str]] = without_adapters(lora)
-    if parameters and (found := next(settings, None)):
-        key, value = found
-        raise FinetuneError(
-            f"lora.{key}: is {value}, which peft does not offer for the parameters that all-linear reaches here, "
-            f"{', '.join(parameters)}; remove it, or leave them out: lora.target_parameters: []"
-        )
 
 
 def _is_added(path: str) -> bool:

@@ -6,7 +6,7 @@ adapters.py makes adapters, finished_run.py loads them again, and hand_over/merg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -73,9 +73,12 @@ def build_model(
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         forget_inputs(model)
     adapted: nn.Module = model
-    if recipe.lora is None:
-        _refuse_all_of_a_multimodal(model)
-    else:
+    if recipe.lora is None and language_model_path(model):
+        raise FinetuneError(
+            f"lora: {type(model).__name__} has parts for images, which rows of text do not train, and transformers has "
+            "no class for its text part by itself; train it with adapters: lora: {}"
+        )
+    if recipe.lora is not None:
         from finetune.model.adapters import add_adapters
 
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
@@ -127,14 +130,6 @@ def decoder_parts(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _refuse_all_of_a_multimodal(model: PreTrainedModel) -> None:
-    if language_model_path(model):
-        raise FinetuneError(
-            f"lora: {type(model).__name__} has parts for images, which rows of text do not train, and transformers has "
-            "no class for its text part by itself; train it with adapters: lora: {}"
-        )
-
-
 def load_base(
     recipe: Recipe,
     device: torch.device,
@@ -184,7 +179,12 @@ def load_base(
             model, info = auto_class(config).from_pretrained(
                 folder, revision=section.revision, config=config, **options
             )
-        _refuse_incomplete(name, info)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+            if keys := sorted(map(str, info.get(kind) or ())):
+                raise FinetuneError(
+                    f"model.name_or_path: {name}: {len(keys)} {kind.replace('_', ' ')}, first {keys[0]}; "
+                    "these weights are not those of this architecture"
+                )
         if text_only:
             model = text_alone(model, options.get("quantization_config"))
             model.set_attn_implementation(attention_name(recipe))
@@ -289,28 +289,20 @@ def check_quantized(model: PreTrainedModel, ready: Callable[[Any], Any] = lambda
         layer.support_avx512bf16_for_cpu = False
     correct_on_cpu(model)
     refuse_single_blocks(model)
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    if set(quantized_layers(model)) & set(ends):
+    packed = set(quantized_layers(model))
+    if packed & {model.get_input_embeddings(), model.get_output_embeddings()}:
         raise EnvironmentMismatch(
             "quantization: embeddings or head were quantised, which the fused loss does not know; choose another "
             "model, or quantization: null"
         )
-    _refuse_weights_read_raw(model, ready)
-
-
-def _refuse_weights_read_raw(model: PreTrainedModel, ready: Callable[[Any], Any]) -> None:
-    """Refuse quantised layers whose weights a state-space mixer multiplies itself: Mamba's dt_proj. One mixer from each
-    class runs on two tokens. Raises EnvironmentMismatch.
-    """
-    packed = set(quantized_layers(model))
-    every: Iterable[Any] = model.modules()
-    mixers = [each for each in every if hasattr(each, "A_log") and hasattr(each, "D") and hasattr(each, "in_proj")]
-    mixers = [each for each in mixers if packed.intersection(each.children())]
-    for mixer in {type(each): each for each in mixers}.values():
-        width = mixer.in_proj.in_features
+    # A state-space mixer may multiply a layer's weights itself: Mamba's dt_proj. One mixer of each class runs.
+    modules: Iterable[Any] = model.modules()
+    mixers = [mixer for mixer in modules if all(hasattr(mixer, name) for name in ("A_log", "D", "in_proj"))]
+    for mixer in {type(mixer): mixer for mixer in mixers if packed.intersection(mixer.children())}.values():
+        tokens = torch.zeros(1, 2, mixer.in_proj.in_features, dtype=model.dtype, device=model.device)
         try:
             with torch.no_grad(), suppress(TypeError):  # it asks for more than hidden states: not Mamba's
-                ready(mixer)(torch.zeros(1, 2, width, dtype=model.dtype, device=model.device))
+                ready(mixer)(tokens)
         except RuntimeError as error:
             raise EnvironmentMismatch(
                 f"quantization: {type(mixer).__name__} reads the packed weights of its layers past their forward "
@@ -331,13 +323,3 @@ def _structure_not_built(recipe: Recipe, error: Exception, what: str = "configur
 def _weights_not_loaded(recipe: Recipe, name: str, error: Exception) -> FinetuneError:
     named = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": name})})
     return _structure_not_built(named, error, "weights")
-
-
-def _refuse_incomplete(name: str, info: Mapping[str, Any]) -> None:
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        names = sorted(map(str, info.get(kind) or ()))
-        if names:
-            raise FinetuneError(
-                f"model.name_or_path: {name}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}; "
-                "these weights are not those of this architecture"
-            )

@@ -135,12 +135,8 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
 def _entry_lines(entry: DataSet, counts: Counts) -> list[str]:
     """The data set's entry: one key a line."""
     lines = [f"path: {_quoted(entry.path)}"]
-    if entry.data_files:
-        lines.append(f"data_files: {_quoted(str(entry.data_files))}")
-    if entry.encoding:
-        lines.append(f"encoding: {_quoted(entry.encoding)}")
-    if entry.sheet:
-        lines.append(f"sheet: {_quoted(entry.sheet)}")
+    plain = {"data_files": entry.data_files, "encoding": entry.encoding, "sheet": entry.sheet}
+    lines += [f"{key}: {_quoted(str(value))}" for key, value in plain.items() if value]
     if entry.split != "train":
         lines.append(f"split: {_quoted(entry.split)}")
     if entry.columns:

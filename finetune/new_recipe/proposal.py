@@ -155,12 +155,10 @@ def _read_mapping(option: str, text: str | None, form: str) -> dict[str, str]:
 
 
 def _format_of(columns: Mapping[str, str]) -> KnownFormat | None:
-    """The layout that `--columns` names; None if none is whole. A prompt and its completion are texts or turns."""
+    """The layout that `--columns` names; None if none is whole."""
     # Two answers or a label before a prompt and its completion, which are texts or turns.
-    for name, layout in sorted(LAYOUTS.items(), key=lambda item: item[1].objective == "supervised"):
-        if {*layout.columns} <= {*columns} <= {*layout.all}:
-            return name
-    return None
+    layouts = sorted(LAYOUTS.items(), key=lambda item: item[1].objective == "supervised")
+    return next((name for name, layout in layouts if {*layout.columns} <= {*columns} <= {*layout.all}), None)
 
 
 def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]], int] | None) -> Proposal:
@@ -414,24 +412,20 @@ def _choose_settings(
         epochs = 1
     elif counts.rows >= 2000:
         epochs = 2
+    max_steps: int | None = None
     if choice.gpus is None:
         # A packed row is full of documents; a pair is two documents, so a step takes several pairs.
         batch, tokens_a_row = 1, length
         if objective != "supervised":
             batch, tokens_a_row = max(least, min(8, packed // 10)), math.ceil(counts.tokens / packed) or length
-        steps = math.ceil(epochs * packed / batch)
-        max_steps: int | None = None
         most = max(1, CPU_TOKENS // (batch * tokens_a_row))
-        if choice.model in (EMBEDDED, ONLINE_SMOLLM) and steps > most:
+        if choice.model in (EMBEDDED, ONLINE_SMOLLM) and math.ceil(epochs * packed / batch) > most:
             max_steps = most
-        steps = max_steps or steps * bool(counts.tokens)
-        return Settings(length, truncation, held_out, batch, epochs, rate, max_steps, steps, objective), counts
-    at_once = choice.ranks
-    # About thirty steps an epoch, with at most 64 rows each, as many on each GPU.
-    micro_batches = max(math.ceil(least / at_once), min(64 // at_once, packed // (30 * at_once)))
-    batch = at_once * micro_batches
-    steps = max(1, math.ceil(epochs * packed / batch)) * bool(counts.tokens)
-    return Settings(length, truncation, held_out, batch, epochs, rate, None, steps, objective), counts
+    else:  # about thirty steps an epoch, with at most 64 rows each, as many on each GPU
+        at_once = choice.ranks
+        batch = at_once * max(math.ceil(least / at_once), min(64 // at_once, packed // (30 * at_once)))
+    steps = max_steps or max(1, math.ceil(epochs * packed / batch)) * bool(counts.tokens)
+    return Settings(length, truncation, held_out, batch, epochs, rate, max_steps, steps, objective), counts
 
 
 def _count_tokens(

@@ -87,7 +87,9 @@ def probe(
             recipe = _on_this_machine(recipe, folder / "config")
         config = _configuration(recipe)
         compute = compute or precision_on(recipe, device)
-        key = probe_key(recipe, config, _files_with(recipe), device) + (f"-{dtype_name(compute)}" if compute else "")
+        # Code files of a model in a folder. On the Hub the configuration names the code's commit instead.
+        code = sorted(Path(recipe.model.name_or_path).glob("*.py")) if recipe.model.trust_remote_code else []
+        key = probe_key(recipe, config, code, device) + (f"-{dtype_name(compute)}" if compute else "")
         if known := recall(key):
             return _recalled(known)
         with one_at_a_time(key):
@@ -96,7 +98,12 @@ def probe(
             from finetune.probe.judge import ANYWHERE  # a remembered result needs none of what computes one
 
             if offline and device.type == "cpu" and attention_name(recipe) not in ANYWHERE:
-                return _not_here(recipe, device, key)
+                # The recipe's attention needs a GPU's kernels. Some facts are known here.
+                section = recipe.model.model_copy(update={"attention": "eager"})
+                _, facts = _whole_model(recipe.model_copy(update={"model": section}), device)
+                facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
+                remember(key, {"facts": facts})
+                return ProbeResult(facts)
             return _found_now(recipe, device, compute, folder / "model", key)
 
 
@@ -122,15 +129,6 @@ def _found_now(
     facts |= {"note": judgement.note, "precision": judgement.precision, "bound": judgement.bound}
     facts |= {"found": {way: asdict(off) for way, off in judgement.found.items()}}
     facts |= {"padding": compare_padded(recipe, small, device)}
-    remember(key, {"facts": facts})
-    return ProbeResult(facts)
-
-
-def _not_here(recipe: Recipe, device: torch.device, key: str) -> ProbeResult:
-    """The facts that are known here, when the recipe's attention needs a GPU's kernels."""
-    section = recipe.model.model_copy(update={"attention": "eager"})
-    _, facts = _whole_model(recipe.model_copy(update={"model": section}), device)
-    facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
     remember(key, {"facts": facts})
     return ProbeResult(facts)
 
@@ -207,14 +205,6 @@ def _configuration(recipe: Recipe) -> dict[str, Any]:
         if section.trust_remote_code:
             raise cannot_probe(section.name_or_path, class_and_words(error)) from error
         raise not_loaded("configuration", section.name_or_path, error) from error
-
-
-def _files_with(recipe: Recipe) -> list[Path]:
-    """Code files of a model in a folder. On the Hub the configuration names the code's commit instead."""
-    folder = Path(recipe.model.name_or_path)
-    if recipe.model.trust_remote_code and folder.is_dir():
-        return sorted(folder.glob("*.py"))
-    return []
 
 
 def _on_this_machine(recipe: Recipe, folder: Path) -> Recipe:

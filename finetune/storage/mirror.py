@@ -97,7 +97,8 @@ class Mirror:
             if self._next is not None:
                 # The newer checkpoint replaces the one that still waits.
                 self._log(f"{self._key}: step {self._next[0]} is replaced by the next one and is not sent")
-                self._unstage()
+                with suppress(FileNotFoundError):
+                    remove_folder(self._staged)
             on_storage = {saved.step for saved in self._lease.entry.checkpoints}
             for saved_step in {step, best} - {None}:
                 if saved_step == step or saved_step not in on_storage:
@@ -227,10 +228,6 @@ class Mirror:
     @property
     def _staged(self) -> Path:
         return self._run_dir / f"{TEMPORARY_PREFIX}staged"
-
-    def _unstage(self) -> None:
-        with suppress(FileNotFoundError):
-            remove_folder(self._staged)
 
     def _stage(self, step: int, saved_step: int) -> None:
         """Keep the files while they are sent, even if the checkpoint is pruned. Hard links take no space."""

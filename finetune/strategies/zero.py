@@ -121,7 +121,9 @@ def buckets(model: nn.Module, stage: int) -> dict[str, int]:
     settings = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if stage < 3:
         return settings
-    layer, largest = _largest_layer(model), max(sizes.values())
+    layers = [sum(map(full_numel, layer.parameters())) for layer in _layers(model)]
+    layer = max(layers, default=sum(map(full_numel, model.parameters())))  # elements of the largest decoder layer
+    largest = max(sizes.values())
     vectors = [size for parameter, size in sizes.items() if len(full_shape(parameter)) < 2]
     return settings | {
         "stage3_prefetch_bucket_size": layer,
@@ -159,12 +161,6 @@ def swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:
     return {"buffer_size": -(-largest // ranks), "buffer_count": max(matrices, default=0) + outside}
 
 
-def _largest_layer(model: nn.Module) -> int:
-    """Elements of the largest decoder layer, or of the model if it has no layers."""
-    sizes = [sum(map(full_numel, layer.parameters())) for layer in _layers(model)]
-    return max(sizes, default=sum(map(full_numel, model.parameters())))
-
-
 def _layers(model: nn.Module) -> list[nn.Module]:
     """The members of every ModuleList: the decoder layers are the largest."""
     return [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
@@ -190,16 +186,10 @@ class DeferredStepEngine:
         self.loss_scale = getattr(self.engine.optimizer, "loss_scale", 1.0)  # ZeRO-1's under bf16 has none
         self.engine.step()
         if self.engine.optimizer.overflow and self.engine.zero_optimization_stage() == 2:
-            self._forget_gradients()
+            # Not public. If ZeRO-2 offloads, DeepSpeed 0.19 keeps a dropped step's gradients and adds the next step's.
+            for group in self.engine.optimizer.averaged_gradients:
+                self.engine.optimizer.averaged_gradients[group] = None
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.engine.device)
-
-    def _forget_gradients(self) -> None:
-        """Not public. If ZeRO-2 offloads, DeepSpeed 0.19 keeps a dropped step's gradients and adds the next step's to
-        them.
-        """
-        gradients = self.engine.optimizer.averaged_gradients
-        for group in gradients:
-            gradients[group] = None
 
 
 class EngineScaler:
@@ -242,7 +232,12 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if plugin.zero_stage == 3 and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         partition(model.parameters(), plugin.deepspeed_config)
     if plugin.zero_stage == 3:
-        gather_at_once([*run_document_by_document(model), *_experts(model)])
+        whole = run_document_by_document(model)
+        if any(hasattr(module, "finetune_transposed") for module in model.modules()):
+            from finetune.model.packed_experts import outermost
+
+            whole = [*whole, *outermost(model)]  # they read packed experts past the layers that hold them
+        gather_at_once(whole)
     zero = plugin.deepspeed_config["zero_optimization"]
     zero |= {key: size for key, size in buckets(model, plugin.zero_stage).items() if key not in zero}
     with silenced_deepspeed():
@@ -253,15 +248,6 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if exact:
         load_masters(engine, exact)
     return engine, optimizer
-
-
-def _experts(model: nn.Module) -> list[nn.Module]:
-    """Modules that read packed experts and their adapters past the layers that hold them."""
-    if not any(hasattr(module, "finetune_transposed") for module in model.modules()):
-        return []
-    from finetune.model.packed_experts import outermost
-
-    return outermost(model)
 
 
 def fit_swap(plugin: DeepSpeedPlugin, structure: Callable[[], nn.Module], ranks: int) -> None:

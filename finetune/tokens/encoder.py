@@ -203,7 +203,8 @@ class Encoder:
         elif own := self._tokenizer.chat_template:
             templates = own if isinstance(own, dict) else {"default": own}
         if stops is None:
-            stops = self.token_ids(self._probe().stops) if templates else []
+            probe = Chat(_PROBE, None, [False, True], self._data.chat_template_kwargs)
+            stops = self.token_ids(self.script(probe).stops) if templates else []
         ids = sorted({*stops})
         tokens = self._tokenizer.convert_ids_to_tokens(ids)
         stops_by_token = dict(zip(tokens, ids, strict=True))
@@ -216,10 +217,6 @@ class Encoder:
             system=systems.pop() if len(systems) == 1 else None,
             tools=any(rows.get("with_tools") for rows in facts),
         )
-
-    def _probe(self) -> Script:
-        """A question and its answer. Raises RowError."""
-        return self.script(Chat(_PROBE, None, [False, True], self._data.chat_template_kwargs))
 
     def identity(self) -> dict[str, str]:
         """Digests of everything that decides tokens and masks, except data and settings."""

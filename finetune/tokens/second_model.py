@@ -87,19 +87,13 @@ def refuse_other_tokens(
             theirs = {number: token for token, number in read_tokenizer(model).get_vocab().items()}
     differing = {number: token for token, number in own.get_vocab().items() if theirs.get(number) != token}
     added = [number for number in differing if number in own.added_tokens_decoder]
-    unused = set(added) - _occurring(added, used)
+    unused = set(added)
+    for tokens in used if added else ():
+        for start in range(0, len(tokens), SEARCHED_AT_A_TIME):
+            unused -= {*np.intersect1d(tokens[start : start + SEARCHED_AT_A_TIME], added).tolist()}
     if wrong := sorted(differing.keys() - unused):
         other_token = shown(theirs[wrong[0]]) if wrong[0] in theirs else "none"
         raise FinetuneError(
             f"{place}: {name} has another tokenizer: token {wrong[0]} is {shown(differing[wrong[0]])} in the model's "
             f"vocabulary and {other_token} in the reference's; name a model with the same tokens, or set {place}: start"
         )
-
-
-def _occurring(numbers: Sequence[int], used: Sequence[np.ndarray]) -> set[int]:
-    """The numbers that are among these token ids."""
-    result: set[int] = set()
-    for tokens in used if numbers else ():
-        for start in range(0, len(tokens), SEARCHED_AT_A_TIME):
-            result |= {*np.intersect1d(tokens[start : start + SEARCHED_AT_A_TIME], numbers).tolist()}
-    return result

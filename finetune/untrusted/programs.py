@@ -204,14 +204,10 @@ def look_at_tokenizer(folder: Path) -> None:
             raise unreadable(path, f"is larger than {MOST_TOKENIZER / 2**20:,.0f} MiB")
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    problem = _tokenizer_problem(path, digest)
+    inputs, seconds = {"path": str(path.resolve())}, TOKENIZER_SECONDS
+    problem = refused("tokenizer", _TOKENIZER, inputs, known_by=digest, seconds=seconds, mebibytes=TOKENIZER_MEBIBYTES)
     if problem is not None:
         raise unreadable(path, f"the tokenizer {problem}")
-
-
-def _tokenizer_problem(path: Path, digest: str) -> str | None:
-    inputs, seconds = {"path": str(path.resolve())}, TOKENIZER_SECONDS
-    return refused("tokenizer", _TOKENIZER, inputs, known_by=digest, seconds=seconds, mebibytes=TOKENIZER_MEBIBYTES)
 
 
 PATTERN_SECONDS, PATTERN_MEBIBYTES = 1, 256
