@@ -31,9 +31,9 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
     """`finetune.importers.convert`."""
     values = _values_in(file)
     refuse_torchtune(file, values)
-    hints = [words for keys, words in _OTHER_FILES if keys <= values.keys()]
-    if hints and tool_of(values) is None:
-        raise RecipeError([f"{file}: is {hints[0]}"])
+    others = (words for keys, words in _OTHER_FILES if keys <= values.keys())
+    if tool_of(values) is None and (words := next(others, None)):  # a file that no tool reads as its configuration
+        raise RecipeError([f"{file}: is {words}"])
     tool = tool or tool_of(values)
     if tool is None and "model" in values and "data" in values:
         command = shlex.join(["finetune", "check", str(file)])

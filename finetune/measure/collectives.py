@@ -99,8 +99,8 @@ class Traffic:
         try:
             call = self._calls[operation]
         except KeyError:
-            namespace, _, name = str(operation).partition(".")  # None: the operation is not a collective
-            call = self._calls[operation] = CALLS.get(namespace, {}).get(name.partition(".")[0])
+            namespace, _, name = str(operation).partition(".")
+            call = self._calls[operation] = CALLS.get(namespace, {}).get(name.partition(".")[0])  # None: no collective
         if call is not None:
             self._count(call, args)
 

@@ -180,9 +180,9 @@ def load_base(
                 folder, revision=section.revision, config=config, **options
             )
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-            if keys := sorted(map(str, info.get(kind) or ())):
+            if names := sorted(map(str, info.get(kind) or ())):
                 raise FinetuneError(
-                    f"model.name_or_path: {name}: {len(keys)} {kind.replace('_', ' ')}, first {keys[0]}; "
+                    f"model.name_or_path: {name}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}; "
                     "these weights are not those of this architecture"
                 )
         if text_only:

@@ -132,14 +132,14 @@ def add_rows(model: PreTrainedModel, section: ModelSection, *, fill: bool = True
     new = new_rows(section, _rows(embeddings.weight))
     if new is None:
         return []
-    sizes = {_rows(embeddings.weight), getattr(model.config.get_text_config(), "vocab_size_per_layer_input", None)}
+    old = _rows(embeddings.weight)
+    tables = {old, getattr(model.config.get_text_config(), "vocab_size_per_layer_input", None)}
     for path, module in model.named_modules():  # transformers resizes embeddings and head alone
-        if isinstance(module, nn.Embedding) and module is not embeddings and module.num_embeddings in sizes:
+        if isinstance(module, nn.Embedding) and module is not embeddings and module.num_embeddings in tables:
             raise FinetuneError(
                 f"model.add_tokens: {type(model).__name__} has another table by token, {path}, which gets no rows; "
                 "remove the new tokens, or choose another model"
             )
-    old = _rows(embeddings.weight)
     # Of random values, which are drawn without disturbing the run's; always, for under ZeRO-3 it also unshards.
     with torch.random.fork_rng(devices=[]):
         model.resize_token_embeddings(new.vocabulary, mean_resizing=False)

@@ -185,9 +185,8 @@ def name_for_both(folder: Path, adapted: nn.Module, names: WholeNames) -> None:
         config["target_parameters"] = sorted({*parameters, *map(names.of, parameters)})
     if saved := config.get("modules_to_save"):
         copied = _copied(adapted)
-        # By peft's rule. Names may match modules in other parts too.
-        reached = {path for path, _ in names.whole.named_modules() if path.endswith(tuple(saved))}
-        if reached != set(map(names.of, copied)):
+        reached = {path for path, _ in names.whole.named_modules() if path.endswith(tuple(saved))}  # as peft does
+        if reached != set(map(names.of, copied)):  # names match modules in other parts too
             config["modules_to_save"] = sorted({*copied, *map(names.of, copied)})
     for key in ("rank_pattern", "alpha_pattern"):
         config[key] = _patterns_for_both(config.get(key) or {}, paths, names)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -54,9 +53,10 @@ def make_mesh(strategy: Strategy, device: torch.device, timeout: timedelta | Non
         )
     # init_device_mesh ignores the recipe's timeout (NCCL's default is 600 s), so make the groups here.
     ranks = torch.arange(world).reshape(copies, world // copies)
-    # Every rank makes a group for each list of ranks, in the same order, and keeps its own.
-    made = [[(line, dist.new_group(line, timeout=timeout)) for line in lines.tolist()] for lines in (ranks.T, ranks)]
-    groups = [next(group for line, group in pairs if dist.get_rank() in line) for pairs in made]
+    groups = []
+    for lines in (ranks.T.tolist(), ranks.tolist()):  # every rank makes all groups, in the same order
+        made = [dist.new_group(line, timeout=timeout) for line in lines]
+        groups.append(next(group for group, line in zip(made, lines, strict=True) if dist.get_rank() in line))
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(COPIES, SHARDS))
 
 
@@ -80,8 +80,10 @@ def shard_model(
             afterwards, so that nothing keeps their sources.
     """
     check_units(decoder, strategy)
-    named = chain(decoder.named_parameters(), decoder.named_buffers())
-    full = {name: tensor.detach() for name, tensor in named} if dist.get_rank() == 0 else {}
+    full = {}
+    if dist.get_rank() == 0:
+        named = (*decoder.named_parameters(), *decoder.named_buffers())
+        full = {name: tensor.detach() for name, tensor in named}
     with ties_kept(decoder):
         _empty(decoder)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.architecture.by_document import run_document_by_document
+from finetune.model.quantization import packed_experts
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import INITIAL_SCALE_POWER
 from finetune.recipe.strategy import Strategy
@@ -122,8 +123,7 @@ def buckets(model: nn.Module, stage: int) -> dict[str, int]:
     if stage < 3:
         return settings
     layers = [sum(map(full_numel, layer.parameters())) for layer in _layers(model)]
-    layer = max(layers, default=sum(map(full_numel, model.parameters())))  # elements of the largest decoder layer
-    largest = max(sizes.values())
+    layer, largest = max(layers, default=sum(sizes.values())), max(sizes.values())
     vectors = [size for parameter, size in sizes.items() if len(full_shape(parameter)) < 2]
     return settings | {
         "stage3_prefetch_bucket_size": layer,
@@ -232,12 +232,7 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if plugin.zero_stage == 3 and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         partition(model.parameters(), plugin.deepspeed_config)
     if plugin.zero_stage == 3:
-        whole = run_document_by_document(model)
-        if any(hasattr(module, "finetune_transposed") for module in model.modules()):
-            from finetune.model.packed_experts import outermost
-
-            whole = [*whole, *outermost(model)]  # they read packed experts past the layers that hold them
-        gather_at_once(whole)
+        gather_at_once([*run_document_by_document(model), *packed_experts(model)])
     zero = plugin.deepspeed_config["zero_optimization"]
     zero |= {key: size for key, size in buckets(model, plugin.zero_stage).items() if key not in zero}
     with silenced_deepspeed():
