@@ -20,7 +20,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from finetune.errors import FinetuneError
-from finetune.finished_run import BOTH, FinishedRun, models_of
+from finetune.finished_run import BOTH, FinishedRun, best_device, models_of
 from finetune.generation.generate import stop_on
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
@@ -36,6 +36,7 @@ from finetune.training.watchdog import BROKEN
 
 LOST_SECONDS = 2.0  # until the launcher has seen that another rank ended first
 _T = TypeVar("_T")
+_Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,17 @@ def _as_evaluated(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def models_by_ranks(run: FinishedRun, by: Computing, names: Sequence[str] = BOTH) -> Iterator[tuple[str, Assembled]]:
+def models_by_ranks(
+    run: FinishedRun, computing: Computing, names: Sequence[str] = BOTH
+) -> Iterator[tuple[str, Assembled]]:
     """("base", ...), then ("tuned", ...), as `models_of`. Every rank calls it."""
-    if by.sharding is None:
-        for name, model in models_of(run, by.device, with_loss=True, names=names):
+    if computing.sharding is None:
+        for name, model in models_of(run, computing.device, with_loss=True, names=names):
             yield name, Assembled(model, model, None)
             del model  # before the next one is loaded
         return
     recipe = _as_evaluated(run.recipe)
-    assert by.accelerator is not None
+    assert computing.accelerator is not None
     if recipe.lora is None:
         # The exported model's folder takes the base's place. Its files have the new tokens' rows.
         tuned = recipe.model.model_copy(
@@ -101,21 +104,21 @@ def models_by_ranks(run: FinishedRun, by: Computing, names: Sequence[str] = BOTH
         )
         sections = {"base": recipe.model, "tuned": tuned}
         for name in names:
-            yield name, _assembled(run, recipe.model_copy(update={"model": sections[name]}), by)
-            by.accelerator.free_memory()
+            yield name, _assembled(run, recipe.model_copy(update={"model": sections[name]}), computing)
+            computing.accelerator.free_memory()
             give_back_freed_memory()
-            give_back_cached_memory(by.device)
+            give_back_cached_memory(computing.device)
         return
-    # Adapters that add nothing at first, and that the exported ones replace.
+    # Build empty adapters, then load the exported weights into them.
     lora = recipe.lora.model_copy(update={"init_lora_weights": True})
     named = recipe.model.model_copy(update={"adapter": str(run.product), "adapter_revision": None})
     adapter = None
     if "tuned" in names:
-        with _without_zero3(by):  # the model that it is compared with is built without data
+        with _without_zero3(computing):  # the model that it is compared with is built without data
             adapter = find_start_adapter(recipe.model_copy(update={"lora": lora, "model": named}))
         assert adapter is not None
     section = recipe.model.model_copy(update={"adapter": None})
-    assembled = _assembled(run, recipe.model_copy(update={"lora": lora, "model": section}), by)
+    assembled = _assembled(run, recipe.model_copy(update={"lora": lora, "model": section}), computing)
     if "base" in names:
         with cast("Any", assembled.unwrapped_model).disable_adapter():
             yield "base", assembled
@@ -124,39 +127,61 @@ def models_by_ranks(run: FinishedRun, by: Computing, names: Sequence[str] = BOTH
         yield "tuned", assembled
 
 
-def _assembled(run: FinishedRun, recipe: Recipe, by: Computing) -> Assembled:
-    assert by.sharding is not None
-    assert by.accelerator is not None
-    assembled = assemble(recipe, by.sharding, by.accelerator, launch=by.launch)
+def _assembled(run: FinishedRun, recipe: Recipe, computing: Computing) -> Assembled:
+    assert computing.sharding is not None
+    assert computing.accelerator is not None
+    assembled = assemble(recipe, computing.sharding, computing.accelerator, launch=computing.launch)
     stop_on(assembled.unwrapped_model, run.conversation.stops.values())
     return assembled
 
 
-def _without_zero3(by: Computing) -> AbstractContextManager[None]:
-    assert by.sharding is not None
-    if not by.sharding.uses_engine:
+def _without_zero3(computing: Computing) -> AbstractContextManager[None]:
+    assert computing.sharding is not None
+    if not computing.sharding.uses_engine:
         return nullcontext()
     from finetune.strategies.zero import loading_unsharded
 
-    assert by.accelerator is not None
-    return loading_unsharded(by.accelerator.state.deepspeed_plugin)
+    assert computing.accelerator is not None
+    return loading_unsharded(computing.accelerator.state.deepspeed_plugin)
 
 
-def rank_0_first(by: Computing, act: Callable[[], _T]) -> _T:
+def rank_0_first(computing: Computing, act: Callable[[], _T]) -> _T:
     """Run `act` on rank 0 alone; return its result on every rank. It writes files for the others, or decides for them.
 
     Raises rank 0's FinetuneError on every rank.
     """
-    found: _T | FinetuneError | None = None
-    if by.ranks.rank == 0:
+    result: _T | FinetuneError | None = None
+    if computing.ranks.rank == 0:
         try:
-            found = act()
+            result = act()
         except FinetuneError as error:
-            found = error
-    found = by.ranks.gather(found)[0]
-    if isinstance(found, FinetuneError):
-        raise found
-    return found
+            result = error
+    result = computing.ranks.gather(result)[0]
+    if isinstance(result, FinetuneError):
+        raise result
+    return result
+
+
+def on_ranks(
+    launch: Launch | None,
+    recipe: Callable[[], Recipe],
+    work: Callable[[Computing, _Say, _Say], dict[str, Any]],
+    say: _Say,
+    show: _Say,
+) -> dict[str, Any]:
+    """Do the work in this process, or on every rank of a launch: rank 0 alone says, and returns a result.
+
+    Args:
+        recipe: Gives the strategy that shards the weights.
+        work: Gets the ranks, `say` and `show`.
+    """
+    if launch is None or launch.world_size == 1:
+        return work(Computing(best_device()), say, show)
+    with one_rank_speaks(), computing_ranks(recipe(), launch) as computing:
+        if launch.is_main:
+            return work(computing, say, show)
+        work(computing, lambda _: None, lambda _: None)
+        return {}
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -13,12 +12,13 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from finetune.answers.endpoint import Drawn, Endpoint, NoAnswer, reply_of
+from finetune.answers.endpoint import Endpoint, NoAnswer, reply_of
 from finetune.data.cells import BadRow
 from finetune.data.chat import Chat
 from finetune.errors import FinetuneError
+from finetune.files import json_lines
 from finetune.finished_run import best_device, finished_run, load_adapted, load_run_tokenizer, load_whole
-from finetune.generation.generate import answer, answering
+from finetune.generation.generate import Sampling, answer, answering
 from finetune.output_stream import one_line, without_controls
 from finetune.tokens.encoder import Encoder
 
@@ -76,11 +76,9 @@ class ChatSession:
         asked = [*speaker.history, {"role": "user", "content": text}]
         messages = [*self.opening, *asked]
         if self.endpoint is not None:
-            new, warmth = settings.max_new_tokens, settings.temperature
+            new, sampling = settings.max_new_tokens, Sampling(settings.temperature, seed=settings.seed)
             chat = Chat(messages, None, [False] * len(messages), self.encoder.variables_for_server())
-            reply = reply_of(
-                self.endpoint, speaker.model, chat, max_new_tokens=new, drawn=Drawn(warmth, seed=settings.seed)
-            ).text
+            reply = reply_of(self.endpoint, speaker.model, chat, max_new_tokens=new, sampling=sampling).text
             if streamer is not None:
                 streamer.on_finalized_text(reply, stream_end=True)
             speaker.history[:] = [*asked, {"role": "assistant", "content": reply}]
@@ -220,7 +218,7 @@ def _save(session: ChatSession, path: Path) -> str:
         return "nothing to show yet"
     try:
         with path.open("x", encoding="utf-8") as file:  # x: never overwrite a file
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.write(json_lines(rows))
     except FileExistsError:
         return f"{path}: is there already; choose another name"
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,11 +23,6 @@ from finetune.training.batch_notes import positions_of
 from finetune.wording import counted
 
 OBJECTIVES: dict[Keep, Objective] = {"right": "supervised", "all": "supervised", "pairs": "dpo", "judged": "kto"}
-
-
-def json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a JSONL file."""
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def next_recipe(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.errors import FinetuneError
-from finetune.files import TEMPORARY_PREFIX, disk_errors, sync, write_json, write_text
+from finetune.files import TEMPORARY_PREFIX, disk_errors, json_lines, sync, write_json, write_text
 from finetune.run_folder.facts import EVAL_ANSWERS, EVAL_RECORD
 from finetune.scoring.intervals import interval, paired_interval
 from finetune.scoring.metrics import unread, unread_in_words
@@ -178,14 +178,11 @@ def write_eval(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping[s
 
     Both are written whole beside the present ones first, so a disk that fills leaves those as they were.
     """
-    import json
-
     record, answers = folder / EVAL_RECORD, folder / EVAL_ANSWERS
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     with disk_errors(record), tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=folder) as temporary:
         write_json(Path(temporary) / record.name, dict(result))
         if rows:
-            write_text(Path(temporary) / answers.name, text)
+            write_text(Path(temporary) / answers.name, json_lines(rows))
             os.replace(Path(temporary) / answers.name, answers)
         os.replace(Path(temporary) / record.name, record)
         sync(folder)

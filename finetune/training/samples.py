@@ -149,7 +149,7 @@ def samples(
                 [prompt.prompt_ids for prompt in prompts],
                 max_new_tokens=asked.max_new_tokens,
                 device=device,
-                together=together,
+                synced=together,
                 cached=cached,
                 show=show_token,
             )
