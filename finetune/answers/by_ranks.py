@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,6 @@ from finetune.training.start_adapter import find_start_adapter, start_from
 from finetune.training.watchdog import BROKEN
 
 LOST_SECONDS = 2.0  # until the launcher has seen that another rank ended first
-_T = TypeVar("_T")
-_Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -51,24 +49,32 @@ class Computing:
 
 
 @contextmanager
-def computing_ranks(recipe: Recipe, launch: Launch) -> Iterator[Computing]:
-    """The process group of an evaluation. Every rank enters it. Raises EnvironmentMismatch."""
-    recipe = _as_evaluated(recipe)
-    strategy, device = check_launch(recipe, launch), device_of(launch)
-    with rendezvous(launch):
-        accelerator = build_accelerator(recipe, strategy, launch)
-    use_all_cores(launch, device, offloaded=strategy.offloaded)
-    try:
-        sharding = strategy if strategy.shards_parameters else None
-        # Over gloo, and without an end: rank 0 may run a slow scorer while the others wait.
-        waiting = dist.new_group(backend="gloo", timeout=WAITING) if dist.is_initialized() else None
-        yield Computing(accelerator.device, all_ranks(waiting), accelerator, launch, sharding)
-    finally:
-        if strategy.uses_engine:
-            from finetune.strategies.zero import release_engine
+def computing_ranks(recipe: Callable[[], Recipe], launch: Launch | None) -> Iterator[Computing]:
+    """This process alone, or the process group of an evaluation. Every rank enters it. Raises EnvironmentMismatch.
 
-            release_engine(accelerator)
-        accelerator.end_training()
+    Args:
+        recipe: Gives the strategy that shards the weights.
+    """
+    if launch is None or launch.world_size == 1:
+        yield Computing(best_device())
+        return
+    with _one_rank_speaks():
+        evaluated = _as_evaluated(recipe())
+        strategy, device = check_launch(evaluated, launch), device_of(launch)
+        with rendezvous(launch):
+            accelerator = build_accelerator(evaluated, strategy, launch)
+        use_all_cores(launch, device, offloaded=strategy.offloaded)
+        try:
+            sharding = strategy if strategy.shards_parameters else None
+            # Over gloo, and without an end: rank 0 may run a slow scorer while the others wait.
+            waiting = dist.new_group(backend="gloo", timeout=WAITING) if dist.is_initialized() else None
+            yield Computing(accelerator.device, all_ranks(waiting), accelerator, launch, sharding)
+        finally:
+            if strategy.uses_engine:
+                from finetune.strategies.zero import release_engine
+
+                release_engine(accelerator)
+            accelerator.end_training()
 
 
 def _as_evaluated(recipe: Recipe) -> Recipe:
@@ -145,47 +151,8 @@ def _without_zero3(computing: Computing) -> AbstractContextManager[None]:
     return loading_unsharded(computing.accelerator.state.deepspeed_plugin)
 
 
-def rank_0_first(computing: Computing, act: Callable[[], _T]) -> _T:
-    """Run `act` on rank 0 alone; return its result on every rank. It writes files for the others, or decides for them.
-
-    Raises rank 0's FinetuneError on every rank.
-    """
-    result: _T | FinetuneError | None = None
-    if computing.ranks.rank == 0:
-        try:
-            result = act()
-        except FinetuneError as error:
-            result = error
-    result = computing.ranks.gather(result)[0]
-    if isinstance(result, FinetuneError):
-        raise result
-    return result
-
-
-def on_ranks(
-    launch: Launch | None,
-    recipe: Callable[[], Recipe],
-    work: Callable[[Computing, _Say, _Say], dict[str, Any]],
-    say: _Say,
-    show: _Say,
-) -> dict[str, Any]:
-    """Do the work in this process, or on every rank of a launch: rank 0 alone says, and returns a result.
-
-    Args:
-        recipe: Gives the strategy that shards the weights.
-        work: Gets the ranks, `say` and `show`.
-    """
-    if launch is None or launch.world_size == 1:
-        return work(Computing(best_device()), say, show)
-    with one_rank_speaks(), computing_ranks(recipe(), launch) as computing:
-        if launch.is_main:
-            return work(computing, say, show)
-        work(computing, lambda _: None, lambda _: None)
-        return {}
-
-
 @contextmanager
-def one_rank_speaks() -> Iterator[None]:
+def _one_rank_speaks() -> Iterator[None]:
     """Within the block, one rank says why it failed, and the launcher ends the others.
 
     A rank above 0 waits before it says so: if all ranks have the error, rank 0 says it meanwhile. A rank whose

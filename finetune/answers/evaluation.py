@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from finetune.answers.by_ranks import Computing, models_by_ranks, on_ranks, rank_0_first
+from finetune.answers.by_ranks import Computing, computing_ranks, models_by_ranks
 from finetune.answers.endpoint import Endpoint, KeptAnswers, endpoint_answers, server_notes
 from finetune.answers.eval_request import EvalRequest, refuse_unknown_thresholds
 from finetune.answers.lm_eval_tasks import task_figures, tasks_in_words
@@ -95,8 +95,8 @@ def evaluate_finished(
         say: Receives each result at once.
         show: Receives the progress.
         step: The checkpoint of this step is exported first and measured; None: the run's own export.
-        launch: This rank's launch, if there are several; every rank calls this function. Rank 0 alone writes, says and
-            returns a missed threshold.
+        launch: This rank's launch, if there are several; every rank calls this function. Rank 0 alone writes and
+            returns figures; the caller prints on rank 0 alone.
     """
     if not request.generate and (request.metrics or request.scorer or request.file):
         raise FinetuneError("--loss-only: generates no answers, which --metric, --scorer and --data need; leave it out")
@@ -106,27 +106,22 @@ def evaluate_finished(
     if launch is not None and launch.world_size > 1 and (request.tasks or request.endpoint is not None):
         option = "--tasks" if request.tasks else "--endpoint"
         raise FinetuneError(f"{option}: is asked by one process; {launch.world_size} were started")
-    work = partial(_evaluated, run_dir, step, request)
-    return on_ranks(launch, lambda: recipe_of_run(require_run_folder(run_dir)), work, say, show)
-
-
-def _evaluated(
-    run_dir: Path, step: int | None, request: EvalRequest, computing: Computing, say: _Say, show: _Say
-) -> dict[str, Any]:
-    folder = rank_0_first(computing, lambda: run_at(run_dir, step))
-    run, device = finished_run(folder), computing.device
-    result: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
-    with nullcontext() if request.scorer is None else OwnScorer(request.scorer, request.scorer_seconds) as scorer:
-        if scorer is not None:
+    with ExitStack() as stack:
+        computing = stack.enter_context(computing_ranks(lambda: recipe_of_run(require_run_folder(run_dir)), launch))
+        folder = computing.ranks.rank_0_first(lambda: run_at(run_dir, step))
+        run = finished_run(folder)
+        if request.scorer is not None:
+            scorer = stack.enter_context(OwnScorer(request.scorer, request.scorer_seconds))
             request = replace(request, metrics=[*request.metrics, Metric(scorer.name, function=scorer.score)])
+        result: dict[str, Any] = {}
+        rows: list[dict[str, Any]] = []
         # Tasks bring their own data, so with them a recipe without held-out rows is no mistake.
         if not request.tasks or run.recipe.data.eval is not None or request.file is not None or request.general:
             result, rows = measure(run, computing, request, say, show)
     if computing.ranks.rank:
-        return result
+        return {}
     if request.tasks:
-        result["tasks"] = task_figures(run, device, request, say)
+        result["tasks"] = task_figures(run, computing.device, request, say)
         say(tasks_in_words(result["tasks"]))
     if kept := keeps_earlier(folder, result, request.limit):
         say(kept)
@@ -278,10 +273,11 @@ def _questions(
                 limit=request.limit,
                 max_new_tokens=request.max_new_tokens,
             )
-            if request.endpoint is None:
-                options = given_options(run, computing, encoder, scored_set, arithmetic, say)
-                questions += [] if options is None else [options]
-                measured += [question.key for question in questions if question is options]
+            if request.endpoint is None and (
+                options := given_options(run, computing, encoder, scored_set, arithmetic, say)
+            ):
+                questions.append(options)
+                measured.append(options.key)
             questions.append(Scores(tokenizer, batching, scored_set, say))
             measured += [metric.name for metric in scored_set.metrics]
         except FinetuneError as error:
@@ -296,10 +292,9 @@ def _questions(
                 raise
             say(f"no answers are scored: {error}")
     if request.general:
+        questions.append(General(tokenizer, batching, _general_set(encoder), say))
         measured.append("general")
     refuse_unknown_thresholds(request.fail_under, measured)
-    if request.general:
-        questions.append(General(tokenizer, batching, _general_set(encoder), say))
     return questions
 
 

@@ -157,22 +157,26 @@ def near_copies(text: str, other: str, near: float) -> bool:
     return len(grams & others) >= near * len(grams | others) > 0
 
 
+def answered(question: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """A question's columns with an answer. In a chat the answer alone is supervised."""
+    if "messages" not in question:
+        return {**question, "completion": text}
+    before = [turn | ({"weight": 0} if turn["role"] == "assistant" else {}) for turn in question["messages"]]
+    return {**question, "messages": [*before, {"role": "assistant", "content": text}]}
+
+
 def _row(line: Line, options: KeepOptions, chosen: Sequence[int], label: bool | None = None) -> dict[str, Any]:
-    """A training row. In a chat the last answer alone is supervised."""
+    """A training row."""
     question, author = dict(line["question"]), {"written_by": line["by"]["model"]}
     values: list[Any] = [_shown(line["answers"][index], options) for index in chosen]
-    prompt = question.pop("messages", None)
-    if prompt is None:
-        prompt = question.pop("prompt")
-    else:
+    if options.keep in ("right", "all"):
+        return answered(question, values[0]) | author
+    if "messages" in question:
         values = [[{"role": "assistant", "content": text}] for text in values]
-        if options.keep in ("right", "all"):
-            before = [turn | ({"weight": 0} if turn["role"] == "assistant" else {}) for turn in prompt]
-            return {"messages": [*before, *values[0]], **question, **author}
+    prompt = {"prompt": question.pop("messages", None) or question.pop("prompt")}
     if options.keep == "pairs":
-        return {"prompt": prompt, "chosen": values[0], "rejected": values[1], **question, **author}
-    judged = {"label": label} if options.keep == "judged" else {}
-    return {"prompt": prompt, "completion": values[0], **judged, **question, **author}
+        return {**prompt, "chosen": values[0], "rejected": values[1], **question, **author}
+    return {**prompt, "completion": values[0], "label": label, **question, **author}
 
 
 def pass_at(right: int, count: int, k: int) -> float:

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from finetune.answers.by_ranks import Computing, models_by_ranks, on_ranks, rank_0_first
+from finetune.answers.by_ranks import Computing, computing_ranks, models_by_ranks
 from finetune.answers.endpoint import KeptAnswers, endpoint_answers, server_notes
-from finetune.answers.kept_rows import failures, kept_rows, sampled_figures
+from finetune.answers.kept_rows import answered, failures, kept_rows, sampled_figures
 from finetune.answers.next_recipe import next_recipe
 from finetune.answers.own_scorer import OwnScorer
 from finetune.answers.sample_source import SampleRequest, SampleSource
@@ -97,30 +97,25 @@ def sample_rows(
         launch: This rank's launch, if there are several; every rank calls this function. Rank 0 alone writes and says.
     """
     request.check()
-    return on_ranks(launch, lambda: _in_formats(model), partial(_sampled, source, model, request), say, show)
-
-
-def _sampled(
-    source: SampleSource, model: SampleSource, request: SampleRequest, computing: Computing, say: _Say, show: _Say
-) -> dict[str, Any]:
-    reads = _opened(source)
-    # Another model answers the source's rows, by its own template.
-    writer = reads if model is source else _opened(model, reads.recipe.data.train)
-    tokenizer = load_run_tokenizer(writer)
-    prompts = _prompts(request, reads, writer, Encoder(tokenizer, writer.recipe.data, writer.recipe.model))
-    for note in _notes(request, writer, prompts.scored_set):
-        say(note)
-    batching = _batching(request, writer, computing)
-    chunk = _prompts_at_once(request, writer, batching, prompts.scored_set)
-    author = _author(request, model, writer, batching, chunk)
     with ExitStack() as stack:
+        computing = stack.enter_context(computing_ranks(lambda: _in_formats(model), launch))
+        reads = _opened(source)
+        # Another model answers the source's rows, by its own template.
+        writer = reads if model is source else _opened(model, reads.recipe.data.train)
+        tokenizer = load_run_tokenizer(writer)
+        prompts = _prompts(request, reads, writer, Encoder(tokenizer, writer.recipe.data, writer.recipe.model))
+        for note in _notes(request, writer, prompts.scored_set):
+            say(note)
+        batching = _batching(request, writer, computing)
+        chunk = _prompts_at_once(request, writer, batching, prompts.scored_set)
+        author = _author(request, model, writer, batching, chunk)
         checker = _checker(request, prompts.scored_set)
         if request.scorer is not None and not computing.ranks.rank:
             scorer = stack.enter_context(OwnScorer(request.scorer, request.scorer_seconds))
             checker = Metric(scorer.name, function=scorer.score)
         file = _AnswersFile(request.folder, _facts(request, writer, author, prompts, checker), prompts, checker)
-        rank_0_first(computing, lambda: stack.enter_context(_locked(request.folder)))
-        left = rank_0_first(computing, lambda: file.begin(say))
+        computing.ranks.rank_0_first(lambda: stack.enter_context(_locked(request.folder)))
+        left = computing.ranks.rank_0_first(lambda: file.begin(say))
         chunks = [left[start : start + chunk] for start in range(0, len(left), chunk)]
         if request.endpoint is not None:
             replies = _server_answers(request, prompts, chunks, show, say)
@@ -131,10 +126,10 @@ def _sampled(
             for place, index in enumerate(indices):
                 of_prompt = answers[place * request.count : (place + 1) * request.count]
                 lines.append(_line(prompts, index, of_prompt, author, tokenizer))
-            rank_0_first(computing, partial(file.append, lines))
-    if computing.ranks.rank:
-        return {}
-    return _written(request, reads, prompts, file, say, has_recipe=source.kind != "model")
+            computing.ranks.rank_0_first(partial(file.append, lines))
+        if computing.ranks.rank:
+            return {}
+        return _written(request, reads, prompts, file, say, has_recipe=source.kind != "model")
 
 
 # Rows
@@ -188,12 +183,7 @@ def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, en
     rows = []
     for place, question, reference in _held_out(reads):
         places.setdefault(_key(question), place)
-        row = _question_columns(question)
-        if "messages" in row:
-            turns = [turn | ({"weight": 0} if turn["role"] == "assistant" else {}) for turn in row["messages"]]
-            rows.append(row | {"messages": [*turns, {"role": "assistant", "content": reference}]})
-        else:
-            rows.append(row | {"completion": reference})
+        rows.append(answered(_question_columns(question), reference))
     held_out = [index for index, question in enumerate(questions) if _key(question) in places]
     if held_out and not request.without_held_out:
         raise DataError(

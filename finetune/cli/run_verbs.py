@@ -442,7 +442,7 @@ def merge(
         folder, printer = run_at(run, step), _line_printer(as_json)
         if gguf is None or dtype or base:
             chosen: dict[str, Any] = {"dtype": dtype, "base": base}  # checked above
-            facts = merge_run(folder, **chosen, prompts=verify, log=printer)
+            facts = merge_run(folder, **chosen, prompts=verify, say=printer)
             printer(describe_merge(facts))
         if gguf is not None:
             facts = write_gguf(folder, gguf, printer, prompts=verify)  # type: ignore[arg-type]

@@ -438,18 +438,8 @@ def _batches(
 
 def scores_on_all(scored_set: ScoredSet, answers: Sequence[Answer], ranks: Ranks) -> dict[str, list[float]]:
     """Metric -> each row's score. Rank 0 scores; a mistake is raised on every rank."""
-    outcome: dict[str, list[float]] | DataError | None = None
-    if ranks.rank == 0:
-        try:
-            texts = [answer.text for answer in answers]
-            outcome = {metric.name: scores_of(metric, texts, scored_set.items) for metric in scored_set.metrics}
-        except DataError as error:
-            outcome = error
-    outcome = ranks.gather(outcome)[0]
-    if isinstance(outcome, DataError):
-        raise outcome
-    assert outcome is not None
-    return outcome
+    texts, metrics = [answer.text for answer in answers], scored_set.metrics
+    return ranks.rank_0_first(lambda: {metric.name: scores_of(metric, texts, scored_set.items) for metric in metrics})
 
 
 def score_line(step: int, scores: dict[str, list[float]], answers: Sequence[Answer]) -> dict[str, Any]:

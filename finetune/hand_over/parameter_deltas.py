@@ -46,7 +46,7 @@ def adapted_parameters(
     `targets` are its `target_parameters`. The innermost wrapper has the module's first one. Example with parameters
     gate_up_proj and down_proj: `experts.base_layer` adapts gate_up_proj, and `experts` adapts down_proj.
     """
-    found = {}
+    by_name = {}
     for name, keys in layers.items():
         path = name.replace(WRAPPED, "")
         try:
@@ -55,16 +55,16 @@ def adapted_parameters(
             continue
         if isinstance(module, nn.Linear | nn.Embedding | Conv1D):
             continue
-        own = [each for each, _ in module.named_parameters(recurse=False)]
-        adapted = [each for each in own if any(ends_of([f"{path}.{each}"], target) for target in targets)]
+        own = [member for member, _ in module.named_parameters(recurse=False)]
+        adapted = [member for member in own if any(ends_of([f"{path}.{member}"], target) for target in targets)]
         index = len(adapted) - 1 - name.count(WRAPPED)
         if not 0 <= index < len(adapted):  # no such parameter: plan_merge reports this too
             continue
         parameter = adapted[index]
         shape = tuple(getattr(module, parameter).shape)
         transposed = bool(getattr(module, "is_transposed", False))
-        found[name] = AdaptedParameter(f"{path}.{parameter}", shape, transposed, keys)
-    return found
+        by_name[name] = AdaptedParameter(f"{path}.{parameter}", shape, transposed, keys)
+    return by_name
 
 
 class PackedParameters:
@@ -99,12 +99,12 @@ class PackedParameters:
         """This tensor's numbers after quantisation."""
         path = self._owner[name]
         if path not in self._kept:
-            parts = {each: self._read(each) for each, owner in self._owner.items() if owner == path}
+            parts = {own_name: self._read(own_name) for own_name, owner in self._owner.items() if owner == path}
             whole = torch.empty(self._shapes[path], dtype=next(iter(parts.values())).dtype)
             places = in_files(self._structure, path, whole, self._file_name)
-            for each, part in parts.items():
-                places[each].copy_(part)  # a view, which its next line proves
-                assert places[each].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), each
+            for own_name, part in parts.items():
+                places[own_name].copy_(part)  # a view, which its next line proves
+                assert places[own_name].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), own_name
             assert self._quantization is not None
             rounded = as_quantized(whole.flatten(0, 1), self._quantization).view(whole.shape)
             self._kept[path] = in_files(self._structure, path, rounded, self._file_name)
