@@ -110,7 +110,8 @@ def cost_in_words(questions: Questions, *, staged: bool) -> str:
     cost = "each computes all tokens again, through all stages" if staged else "each gathers the weights"
     return (
         f"samples: {counted(len(questions.prompts), 'prompt')} {batching}, "
-        f"{counted(questions.max_new_tokens, 'new token')} each: at most {counted(questions.forwards, 'forward')}, and {cost}; samples.max_new_tokens and samples.count make "
+        f"{counted(questions.max_new_tokens, 'new token')} each: at most {counted(questions.forwards, 'forward')}, "
+        f"and {cost}; samples.max_new_tokens and samples.count make "
         "them fewer."
     )
 
