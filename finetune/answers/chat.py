@@ -85,23 +85,16 @@ class ChatSession:
             reply = reply_of(self.endpoint, speaker.model, chat, max_new_tokens=new, sampling=sampling).text
             if streamer is not None:
                 streamer.on_finalized_text(reply, stream_end=True)
-            speaker.history[:] = [*turns, {"role": "assistant", "content": reply}]
-            return reply
-        try:
-            prompt = self.encoder.prompt_ids(messages)
-        except BadRow as error:
-            raise FinetuneError(f"the chat template refuses this conversation: {error}") from error
-        if settings.seed is not None:  # for each answer, so that base and tuned draw the same numbers
-            torch.manual_seed(settings.seed)
-        with answering(speaker.model), speaker.turn_off_adapter():
-            reply = answer(
-                speaker.model,
-                self.tokenizer,
-                prompt,
-                max_new_tokens=settings.max_new_tokens,
-                temperature=settings.temperature,
-                streamer=streamer,
-            )
+        else:
+            try:
+                prompt = self.encoder.prompt_ids(messages)
+            except BadRow as error:
+                raise FinetuneError(f"the chat template refuses this conversation: {error}") from error
+            if settings.seed is not None:  # for each answer, so that base and tuned draw the same numbers
+                torch.manual_seed(settings.seed)
+            options: Any = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
+            with answering(speaker.model), speaker.turn_off_adapter():
+                reply = answer(speaker.model, self.tokenizer, prompt, streamer=streamer, **options)
         speaker.history[:] = [*turns, {"role": "assistant", "content": reply}]
         return reply
 

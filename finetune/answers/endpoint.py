@@ -17,13 +17,14 @@ import os
 import ssl
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
@@ -286,60 +287,48 @@ def endpoint_answers(
         if answer is not None:
             answers[index] = answer
     failed: list[Exception] = []
-    left = iter([index for index in range(len(questions)) if index not in answers])
-    changed = threading.Condition()
-    running = min(PARALLEL, len(questions) - len(answers))
+    outcomes: SimpleQueue[tuple[int, Answer | Exception]] = SimpleQueue()
 
-    def gives_up() -> bool:
-        return len(failed) >= MOST_UNANSWERED or any(not isinstance(error, NoAnswer) for error in failed)
+    def request(index: int) -> None:
+        place, question = questions[index]
+        outcome: Answer | Exception
+        try:
+            sampling = samplings[index]
+            outcome = reply_of(endpoint, model, question, max_new_tokens=max_new_tokens, sampling=sampling)
+        except EnvironmentMismatch as error:
+            outcome = type(error)(f"{error} (asked for {place})")
+        except Exception as error:  # raised again below
+            outcome = error
+        outcomes.put((index, outcome))
 
-    def work() -> None:
-        nonlocal running
-        while True:
-            with changed:
-                index = None if gives_up() else next(left, None)
-                if index is None:
-                    running -= 1
-                    changed.notify()
-                    return
-            place, question = questions[index]
-            outcome: Answer | Exception
-            try:
-                sampling = samplings[index]
-                outcome = reply_of(endpoint, model, question, max_new_tokens=max_new_tokens, sampling=sampling)
-            except EnvironmentMismatch as error:
-                outcome = type(error)(f"{error} (asked for {place})")
-            except Exception as error:  # raised again below
-                outcome = error
-            with changed:
-                try:
-                    if isinstance(outcome, Exception):
-                        failed.append(outcome)
-                    else:
-                        answers[index] = outcome
-                        kept.keep(keys[index], outcome)
-                except Exception as error:  # the disk is full
-                    failed.append(error)
-                changed.notify()
-
-    for _ in range(running):
-        threading.Thread(target=work, daemon=True).start()
+    left, running = deque(index for index in range(len(questions)) if index not in answers), 0
     given_up = math.inf  # when, on the monotonic clock
-    with changed:
-        while running and time.monotonic() < given_up + LAST_REPLIES:
-            changed.wait(1.0)
-            show(f"answer {len(answers)} of {len(questions)}")
-            if gives_up():
-                given_up = min(given_up, time.monotonic())
-        if failed:
-            first = next((error for error in failed if not isinstance(error, NoAnswer)), failed[0])
-            if answers and isinstance(first, EnvironmentMismatch):
-                rest = len(questions) - len(answers)
-                raise EnvironmentMismatch(
-                    f"{first}; {len(answers):,} answers are kept in {kept.file}: the same command asks the other "
-                    f"{rest:,}"
-                )
-            raise first
+    while (left or running) and time.monotonic() < given_up + LAST_REPLIES:
+        while left and running < PARALLEL:
+            threading.Thread(target=request, args=(left.popleft(),), daemon=True).start()
+            running += 1
+        with suppress(Empty):
+            index, outcome = outcomes.get(timeout=1.0)
+            running -= 1
+            try:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                answers[index] = outcome
+                kept.keep(keys[index], outcome)
+            except Exception as error:  # also of a full disk
+                failed.append(error)
+        show(f"answer {len(answers)} of {len(questions)}")
+        if len(failed) >= MOST_UNANSWERED or any(not isinstance(error, NoAnswer) for error in failed):
+            left.clear()
+            given_up = min(given_up, time.monotonic())
+    if failed:
+        first = next((error for error in failed if not isinstance(error, NoAnswer)), failed[0])
+        if answers and isinstance(first, EnvironmentMismatch):
+            rest = len(questions) - len(answers)
+            raise EnvironmentMismatch(
+                f"{first}; {len(answers):,} answers are kept in {kept.file}: the same command asks the other {rest:,}"
+            )
+        raise first
     return [answers[index] for index in range(len(questions))]
 
 
@@ -477,23 +466,22 @@ def _within(seconds: float, work: Callable[[], _Result]) -> _Result:
 
     A socket's own limit is for each read, so a server that drips bytes would never reach it.
     """
-    results: list[_Result] = []
-    errors: list[BaseException] = []
+    outcomes: SimpleQueue[tuple[_Result | None, BaseException | None]] = SimpleQueue()
 
     def run() -> None:
         try:
-            results.append(work())
+            outcomes.put((work(), None))
         except BaseException as error:
-            errors.append(error)
+            outcomes.put((None, error))
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError
-    return results[0]
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        result, error = outcomes.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return cast("_Result", result)
 
 
 _STATES = {

@@ -241,7 +241,7 @@ def _question_columns(question: _Question) -> dict[str, Any]:
 
 
 def _notes(request: SampleRequest, writer: FinishedRun, scored_set: ScoredSet) -> Iterator[str]:
-    """What was left out, and prompts that the model has no positions for."""
+    """Lines about rows that were left out, and prompts that the model has no positions for."""
     yield from (f"{request.data}: {note}" for note in scored_set.notes)
     positions = positions_of(writer.recipe) if request.endpoint is None else None
     most = (positions or math.inf) - scored_set.max_new_tokens

@@ -1,4 +1,4 @@
-"""What `finetune sample` reads: RUN, RECIPE or MODEL, and its options. No torch here."""
+"""The source of `finetune sample` (RUN, RECIPE or MODEL) and its options. No torch here."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def _generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[
     generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009  # peft and transformers both have it
     ends = end_tokens(model, tokenizer)
     with warnings.catch_warnings(), nullcontext() if options.get("do_sample") else without_settings(model):
-        # Of weights in host memory, which each forward gathers on the GPU.
+        # The warning is about weights in host memory. Each forward gathers them on the GPU.
         warnings.filterwarnings(
             "ignore", message=r"You are calling \.generate\(\) with the `input_ids` being on a device"
         )

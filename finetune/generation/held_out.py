@@ -263,7 +263,7 @@ def has_prompt(labels: np.ndarray) -> bool:
 
 @dataclass
 class Batching:
-    """Which prompts share a batch, and which ranks compute it."""
+    """Decides which prompts share a batch, and which ranks compute it."""
 
     shared: bool  # prompts of different lengths may share a left-padded batch
     device: torch.device

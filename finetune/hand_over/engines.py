@@ -197,7 +197,7 @@ def _for_vllm(run: FinishedRun, folder: Path, say: Callable[[str], None]) -> Han
 
 
 def _scaled_positions(recipe: Recipe) -> dict[str, Any]:
-    """What the base's config.json lacks of model.rope_scaling; an adapter has no config.json."""
+    """The part of model.rope_scaling that the base's config.json lacks; an adapter has no config.json."""
     if recipe.model.rope_scaling is None:
         return {}
     text: Any = configuration(recipe).get_text_config()

@@ -34,7 +34,7 @@ _SQL_WORDS = re.compile(
 
 
 def queries_in(text: str) -> list[str]:
-    """What may be the query of an answer; the first one that SQLite can read is it.
+    """Candidates for an answer's query; the first one that SQLite can read is it.
 
     The first ``` block that begins with SELECT, WITH or VALUES; or a query from the first of these words, or from one
     that begins a line or follows a colon. It ends at a semicolon, or before a paragraph that is no SQL.

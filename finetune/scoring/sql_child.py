@@ -37,7 +37,7 @@ FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_
 
 
 def authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
-    """What a query may do: read tables, and call functions that touch no file."""
+    """Let a query read tables, and call functions that touch no file."""
     if action == sqlite3.SQLITE_FUNCTION and str(second).lower() in FORBIDDEN_FUNCTIONS:
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_OK if action in ALLOWED else sqlite3.SQLITE_DENY
@@ -46,7 +46,7 @@ def authorize(action: int, first: str | None, second: str | None, database: str 
 def authorize_setup(
     action: int, first: str | None, second: str | None, database: str | None, trigger: str | None
 ) -> int:
-    """What the statements that make a database may do: everything inside it, and nothing with other files."""
+    """Let the statements that make a database do everything inside it, and nothing with other files."""
     if action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH):
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_DENY if str(second).lower() in FORBIDDEN_FUNCTIONS else sqlite3.SQLITE_OK
