@@ -120,7 +120,12 @@ def models_by_ranks(
     named = recipe.model.model_copy(update={"adapter": str(run.product), "adapter_revision": None})
     adapter = None
     if "tuned" in names:
-        with _without_zero3(computing):  # the model that it is compared with is built without data
+        zero3: AbstractContextManager[None] = nullcontext()
+        if computing.sharding.uses_engine:
+            from finetune.strategies.zero import loading_unsharded
+
+            zero3 = loading_unsharded(computing.accelerator.state.deepspeed_plugin)
+        with zero3:  # the model that it is compared with is built without data
             adapter = find_start_adapter(recipe.model_copy(update={"lora": lora, "model": named}))
         assert adapter is not None
     section = recipe.model.model_copy(update={"adapter": None})
@@ -139,16 +144,6 @@ def _assembled(run: FinishedRun, recipe: Recipe, computing: Computing) -> Assemb
     assembled = assemble(recipe, computing.sharding, computing.accelerator, launch=computing.launch)
     stop_on(assembled.unwrapped_model, run.conversation.stops.values())
     return assembled
-
-
-def _without_zero3(computing: Computing) -> AbstractContextManager[None]:
-    assert computing.sharding is not None
-    if not computing.sharding.uses_engine:
-        return nullcontext()
-    from finetune.strategies.zero import loading_unsharded
-
-    assert computing.accelerator is not None
-    return loading_unsharded(computing.accelerator.state.deepspeed_plugin)
 
 
 @contextmanager

@@ -59,7 +59,6 @@ from finetune.launch.launcher import Launch
 from finetune.measure.metrics import evaluation_in_words
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
-from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import EVAL_KEPT, read_run, require_run_folder
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
 from finetune.scoring.general import general_rows, general_scores
@@ -168,8 +167,10 @@ def measure(
         }
     else:
         answers, result = _model_answers(run, computing, questions, show), {}
-        if questions:
-            result |= _started_from(recipe, say)
+        if questions and (start := recipe.model.adapter) is not None:
+            trainings = "that this training started from; differences are of both trainings together"
+            say(f"base: without the adapter {start} {trainings}")
+            result["started_from"] = start
         # A loss of preferences compares with the run's own start, so it would say nothing about the base.
         if recipe.preferences is not None and prepared is not None:
             recorded = read_run(run.folder, recipe).exported_eval()
@@ -410,17 +411,6 @@ def _general_set(encoder: Encoder) -> ScoredSet:
     except RowError as error:
         raise FinetuneError(f"--general: the chat template refuses a plain question: {error}") from None
     return ScoredSet("general questions", prompts, [row.item for row in rows], [], GENERAL_TOKENS)
-
-
-def _started_from(recipe: Recipe, say: _Say) -> dict[str, str]:
-    """Say that the base is not the start of a training that went on with an adapter."""
-    start = recipe.model.adapter
-    if start is None:
-        return {}
-    say(
-        f"base: without the adapter {start} that this training started from; differences are of both trainings together"
-    )
-    return {"started_from": start}
 
 
 def _arithmetic(mixed_precision: str, computing: Computing) -> AbstractContextManager[Any]:
