@@ -208,6 +208,11 @@ def refuse_other_kinds(folder: Path, names: Iterable[str]) -> None:
             raise FinetuneError(f"{path}: is {kind}, not the run's own file; remove it, or choose another output_dir")
 
 
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The text of a JSONL file."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append one JSON object per line, each in one write, so that a reader sees complete lines.
 

@@ -137,14 +137,14 @@ def _checkpoint_at(run_dir: Path, step: int) -> Checkpoint:
             f"{run_dir}: has no checkpoint of step {step}; name one of those it has: {steps} "
             "(save_total_limit says how many are kept)"
         )
-    found = examine(folder)
-    if isinstance(found, str):
+    checkpoint = examine(folder)
+    if isinstance(checkpoint, str):
         others = [str(other) for other in checkpoint_steps(run_dir) if other != step]
         remedy = "it is the only one: resume or repeat the run"
         if others:
             remedy = f"name another step: {', '.join(others)}"
-        raise FinetuneError(f"{folder}: damaged, not exported: {found}; {remedy}")
-    return found
+        raise FinetuneError(f"{folder}: damaged, not exported: {checkpoint}; {remedy}")
+    return checkpoint
 
 
 def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> tuple[Path, list[str]]:

@@ -128,8 +128,8 @@ def converter() -> Path:
         # pip's programs name their interpreter in the first line, or in the second if its path is long.
         with open(program, "rb") as script:
             head = script.read(1000).decode(errors="replace")
-        if (found := re.search(r"(/\S*python[\d.]*)", head)) and os.access(found[1], os.X_OK):
-            return Path(found[1])
+        if (interpreter := re.search(r"(/\S*python[\d.]*)", head)) and os.access(interpreter[1], os.X_OK):
+            return Path(interpreter[1])
     if own.exists():
         return own
     folder = shlex.quote(str(own.parents[1]))

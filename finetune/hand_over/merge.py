@@ -43,7 +43,7 @@ def merge_run(
     dtype: Dtype | None,
     base: Base | None,
     prompts: int,
-    log: Callable[[str], None] = print,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Write run_dir/merged with its merge.json. Returns merge.json and the folder.
 
@@ -72,13 +72,13 @@ def merge_run(
         raise FinetuneError(f"{run_dir}: its base was not quantised, so there is no dequantized one to merge into")
     with making(run_dir / "merged") as folder:
         weights = "the base's own weights" if kind == "own" else "the dequantised weights"
-        log(f"merging into {weights}")
-        write_merged(merge, folder, getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
+        say(f"merging into {weights}")
+        write_merged(merge, folder, getattr(torch, chosen), dequantized=kind == "dequantized", say=say)
         sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
         facts: dict[str, Any] = {
             "base": kind,
             "dtype": chosen,
-            "agreement": _verify(run, merge, kind, folder, prompts, log) if prompts else None,
+            "agreement": _verify(run, merge, kind, folder, prompts, say) if prompts else None,
             "files": len(sizes),
             "bytes": sum(sizes),
         }
@@ -89,7 +89,7 @@ def merge_run(
     return {"folder": str(run_dir / "merged"), **facts}
 
 
-def whole_model(run: FinishedRun, prompts: int, log: Callable[[str], None]) -> Path:
+def whole_model(run: FinishedRun, prompts: int, say: Callable[[str], None]) -> Path:
     """The folder with all weights: model/, or merged/, which is made if it is absent or older than the adapter."""
     if run.recipe.lora is None:
         return run.product
@@ -97,19 +97,19 @@ def whole_model(run: FinishedRun, prompts: int, log: Callable[[str], None]) -> P
     made = merged / "merge.json"  # written last
     trained = run.product / ADAPTER_WEIGHTS
     if made.is_file() and made.stat().st_mtime >= trained.stat().st_mtime:
-        log(f"{merged}: is newer than the adapter, so it is not merged again")
+        say(f"{merged}: is newer than the adapter, so it is not merged again")
         return merged
-    log(describe_merge(merge_run(run.folder, dtype=None, base=None, prompts=prompts, log=log)))
+    say(describe_merge(merge_run(run.folder, dtype=None, base=None, prompts=prompts, say=say)))
     return merged
 
 
 def _verify(
-    run: FinishedRun, merge: Merge, kind: Base, folder: Path, prompts: int, log: Callable[[str], None]
+    run: FinishedRun, merge: Merge, kind: Base, folder: Path, prompts: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Figures for the merged model, and for the base without the adapter, from one set of documents."""
     prepared = prepare(run.recipe, load_tokenizer(run.recipe))
     documents = documents_to_compare(prepared, prompts, merge.vocabulary)
-    log(f"comparing over {counted(len(documents), 'document')}")
+    say(f"comparing over {counted(len(documents), 'document')}")
     with fitting(merge.device, run):
         adapted: Any = load_adapted(run, merge.device)
         reference = run_reference(adapted, documents)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from finetune.data.sources import resolve
+from finetune.files import json_lines
 from finetune.launch.watched_job import with_two_copies
 from finetune.paths import SHIPPED
 from finetune.recipe.optimizers import OPTIMIZERS
@@ -221,7 +222,7 @@ def sample_preferences(layout: Literal["preference", "kto"], folder: Path, index
             wanted = number % 2 == 0
             rows.append({"prompt": prompt, "completion": [answer if wanted else other], "label": wanted})
     file = folder / f"sample_{layout}_{index}.jsonl"
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    file.write_text(json_lines(rows), "utf-8")
     return file
 
 

@@ -37,7 +37,7 @@ FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_
 
 
 def authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
-    """What a query may do: read tables, and call functions that touch no file."""
+    """Let a query read tables, and call functions that touch no file."""
     if action == sqlite3.SQLITE_FUNCTION and str(second).lower() in FORBIDDEN_FUNCTIONS:
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_OK if action in ALLOWED else sqlite3.SQLITE_DENY
@@ -46,7 +46,7 @@ def authorize(action: int, first: str | None, second: str | None, database: str 
 def authorize_setup(
     action: int, first: str | None, second: str | None, database: str | None, trigger: str | None
 ) -> int:
-    """What the statements that make a database may do: everything inside it, and nothing with other files."""
+    """Let the statements that make a database do everything inside it, and nothing with other files."""
     if action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH):
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_DENY if str(second).lower() in FORBIDDEN_FUNCTIONS else sqlite3.SQLITE_OK
@@ -135,8 +135,8 @@ def groups_of(
     try:
         columns = len(database.execute(query).description)
         ups, downs = (
-            rows_of(database, head + "\n" + "".join(f", {n + 1} {way}" for n in range(columns)), seconds)
-            for way in ("asc", "desc")
+            rows_of(database, head + "\n" + "".join(f", {n + 1} {direction}" for n in range(columns)), seconds)
+            for direction in ("asc", "desc")
         )
     except (sqlite3.Error, ValueError, MemoryError, OverflowError):
         return None
@@ -157,9 +157,9 @@ def groups_of(
 def score(database: sqlite3.Connection, job: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The job's score, or why its reference has no rows."""
     kinds = (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError, OverflowError)
-    problems = [readable(database, each[0]) for each in job["reference"]]
+    problems = [readable(database, query[0]) for query in job["reference"]]
     query, order, limit = next(
-        (each for each, bad in zip(job["reference"], problems, strict=True) if bad is None), job["reference"][0]
+        (query for query, bad in zip(job["reference"], problems, strict=True) if bad is None), job["reference"][0]
     )
     try:
         expected = rows_of(database, query, seconds)
@@ -169,7 +169,7 @@ def score(database: sqlite3.Connection, job: dict[str, Any], seconds: float) -> 
     if order is not None and not (limit is not None and any(mark in query[limit:].lower() for mark in (",", "offset"))):
         groups = groups_of(database, query, order, limit, seconds)
     print('["answer"]', flush=True)
-    answer = next((each for each in job["answer"] if readable(database, each) is None), None)
+    answer = next((query for query in job["answer"] if readable(database, query) is None), None)
     if answer is None:
         return {"score": 0}
     try:

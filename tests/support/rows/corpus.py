@@ -331,7 +331,7 @@ def _talk(case: Mapping[str, Any], folder: Path) -> None:
 def _merge(case: Mapping[str, Any], folder: Path) -> None:
     from finetune.hand_over.merge import merge_run
 
-    merge_run(folder / "run", dtype=None, base=None, prompts=0, log=lambda _: None)
+    merge_run(folder / "run", dtype=None, base=None, prompts=0, say=lambda _: None)
 
 
 def _evaluate(case: Mapping[str, Any], folder: Path) -> None:

@@ -19,7 +19,7 @@ from tests.support.runs.cells import main
 
 def count(words: list[str]) -> int:
     """Train the recipes; RUN.answersN has a line for each batch of prompts that rank N answered."""
-    genuine, decided, runs = samples.greedy_answers, samples.questions, [Path()]
+    genuine, decided, runs = samples.greedy_answers, samples.questions_of, [Path()]
 
     def of_run(start: Start, **options: Any) -> samples.Questions:
         runs.append(start.run_dir)
@@ -34,7 +34,7 @@ def count(words: list[str]) -> int:
         append_lines(runs[-1].with_suffix(f".answers{os.environ.get('RANK', '0')}"), [cost])
         return answers
 
-    with mock.patch.object(samples, "questions", of_run), mock.patch.object(samples, "greedy_answers", counted):
+    with mock.patch.object(samples, "questions_of", of_run), mock.patch.object(samples, "greedy_answers", counted):
         return main(words)
 
 
