@@ -21,7 +21,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION
 from finetune.run_folder.folder import RunIdentity, claim_run_folder, curve_identity
 from finetune.training import start as formats
-from finetune.training.session import check_same_formats
+from finetune.training.agreement import OwnChoices, refuse_other_formats
 from finetune.training.start import choose_formats, slow_formats_note
 from tests.support.runs.recipes import least, write_recipe
 
@@ -49,6 +49,12 @@ def started(tmp_path: Path, *words: str, **sections: Any) -> tuple[tuple[str, st
     return (loaded.recipe.training.mixed_precision, loaded.recipe.model.dtype), SimpleNamespace(
         loaded=loaded, chosen=chosen
     )
+
+
+def choices_of(start: Any) -> OwnChoices:
+    """As a rank tells them to the others."""
+    recipe = start.loaded.recipe
+    return OwnChoices(0, f"{recipe.training.mixed_precision} {recipe.model.dtype}", 0, 1)
 
 
 @pytest.mark.parametrize("flags", CHOSEN)
@@ -153,19 +159,13 @@ def test_ranks_that_chose_differently_end_in_one_line(other: str, fails: bool, p
     _, here = started(tmp_path)
     processor(other)
     _, there = started(tmp_path)
-    sent: list[torch.Tensor] = []
-
-    def gather(own: torch.Tensor) -> torch.Tensor:
-        sent.append(own)
-        return torch.cat(sent)
-
-    accelerator: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"), gather=gather)
-    check_same_formats(accelerator, here.loaded.recipe, here.chosen)
+    everyone = [choices_of(here), choices_of(there)]
+    refuse_other_formats(everyone[:1] * 2, here.chosen)
     if not fails:
-        check_same_formats(accelerator, there.loaded.recipe, there.chosen)
+        refuse_other_formats(everyone, there.chosen)
         return
     with pytest.raises(EnvironmentMismatch) as caught:
-        check_same_formats(accelerator, there.loaded.recipe, there.chosen)
+        refuse_other_formats(everyone, there.chosen)
     assert "\n" not in str(caught.value)
     assert "no float32 on rank 0 and bf16 bfloat16 on rank 1" in str(caught.value)
     for word in ("training.mixed_precision=no", "model.dtype=float32"):
@@ -183,16 +183,8 @@ def test_the_remedy_for_ranks_of_a_run_that_has_begun_is_its_own_format(processo
     processor(AVX2)
     _, rank_0 = started(tmp_path)
     _, rank_1 = started(tmp_path, f"output_dir={tmp_path}/not-here")
-    sent: list[torch.Tensor] = []
-
-    def gather(own: torch.Tensor) -> torch.Tensor:
-        sent.append(own)
-        return torch.cat(sent[::-1])
-
-    accelerator: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"), gather=gather)
-    check_same_formats(accelerator, rank_1.loaded.recipe, rank_1.chosen)
     with pytest.raises(EnvironmentMismatch) as caught:
-        check_same_formats(accelerator, rank_0.loaded.recipe, rank_0.chosen)
+        refuse_other_formats([choices_of(rank_0), choices_of(rank_1)], rank_0.chosen)
     remedy = ["training.mixed_precision=bf16", "model.dtype=bfloat16"]
     assert f"set {' '.join(remedy)} for all ranks" in str(caught.value)
     _, followed = started(tmp_path, *remedy)
