@@ -1,6 +1,6 @@
 """The last two of a training's five parts: `build` makes model, optimizer and receipt, and `train` takes the steps.
 
-    session       meets the other ranks, agrees with them (agreement.py), turns stop signals into a flag, runs watchdog and saves, explains errors
+    session       meets the other ranks and agrees with them, turns stop signals into a flag, runs watchdog and saves
       build       model, optimizer, receipt, schedule and output, as of the first step           -> Built
       train       worst step, reference, answers before, the loop, export and answers after      -> Ended
 

@@ -61,6 +61,7 @@ from finetune.run_folder.folder import (
     claim_run_folder,
     curve_identity,
     keys_at_default,
+    lock_run_folder,
 )
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
 from finetune.tokens import dataset
@@ -310,22 +311,22 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
     values |= {"experts": experts} if (experts := _experts_in(recipe)) else {}
     identity = RunIdentity(values, keys_at_default(recipe), _written_before(_recorded_in(recipe), prepared))
     launch, mirror = choices.checked.launch, None
+    folder = lock_run_folder(Path(recipe.run_dir))
+    if recipe.storage is not None:
+        from finetune.storage.restart import take_over
 
-    def bring() -> None:
-        nonlocal mirror
-        if recipe.storage is not None:
-            from finetune.storage.restart import take_over
-
+        try:
             mirror = take_over(recipe, launch, identity, partial(_note, launch))
-
+        except BaseException:
+            folder.give_up()
+            raise
     try:
         claim = claim_run_folder(
-            Path(recipe.run_dir),
+            folder,
             resume=recipe.training.resume,
             identity=identity,
             command=choices.checked.command,
             asked=Asked(recipe.training, len(prepared.train)),
-            bring=bring,
         )
     except BaseException:
         if mirror is not None:
@@ -338,10 +339,9 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
         best = read_state_of(claim.checkpoint).get("best_step") if recipe.training.exports_best else None
         mirror.push_missing(claim.checkpoint.step, best)
     if claim.status != "finished":
-        folder = Path(recipe.run_dir)
-        write_text(folder / "recipe.yaml", resolved_yaml(loaded))
-        write_json(folder / "environment.json", environment())
-        write_json(folder / CONVERSATION, prepared.conversation.as_json())
+        write_text(folder.run_dir / "recipe.yaml", resolved_yaml(loaded))
+        write_json(folder.run_dir / "environment.json", environment())
+        write_json(folder.run_dir / CONVERSATION, prepared.conversation.as_json())
     if recipe.model.trust_remote_code:
         from finetune.untrusted.model_code import trust_code
 

@@ -19,7 +19,7 @@ from finetune.measure.product_speed import product_seconds
 from finetune.recipe import mixed_precision
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION
-from finetune.run_folder.folder import RunIdentity, claim_run_folder, curve_identity
+from finetune.run_folder.folder import RunIdentity, claim_run_folder, curve_identity, lock_run_folder
 from finetune.training import start as formats
 from finetune.training.agreement import OwnChoices, refuse_other_formats
 from finetune.training.start import choose_formats, slow_formats_note
@@ -65,7 +65,9 @@ def test_a_run_keeps_its_formats_on_another_processor(flags: str, other: str, pr
     assert found == CHOSEN[flags]
     assert start.chosen.facts["chosen"] == dict(zip((PRECISION, BASE_FORMAT), found, strict=True))
     identity = curve_identity(start.loaded.recipe)
-    claim_run_folder(tmp_path / "run", resume="auto", identity=RunIdentity(identity), command="again").release()
+    claim_run_folder(
+        lock_run_folder(tmp_path / "run"), resume="auto", identity=RunIdentity(identity), command="again"
+    ).release()
     processor(other)
     found, again = started(tmp_path)
     assert found == CHOSEN[flags]
@@ -179,7 +181,9 @@ def test_the_remedy_for_ranks_of_a_run_that_has_begun_is_its_own_format(processo
     processor(BF16)
     _, first = started(tmp_path)
     identity = curve_identity(first.loaded.recipe)
-    claim_run_folder(tmp_path / "run", resume="auto", identity=RunIdentity(identity), command="again").release()
+    claim_run_folder(
+        lock_run_folder(tmp_path / "run"), resume="auto", identity=RunIdentity(identity), command="again"
+    ).release()
     processor(AVX2)
     _, rank_0 = started(tmp_path)
     _, rank_1 = started(tmp_path, f"output_dir={tmp_path}/not-here")
