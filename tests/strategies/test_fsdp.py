@@ -35,6 +35,7 @@ from finetune.training.loop import evaluate
 from finetune.training.objectives.supervised import Supervised
 from tests.support.models.tiny import Documents, flat_batch, save_tiny
 from tests.support.runs.one_rank import CPU, OneRank, as_before, half_recipe, one_rank
+from tests.support.runs.recipes import least_recipe
 
 SIZE_OF_COPIES = "parallelism_config_dp_replicate_size"
 
@@ -281,7 +282,8 @@ def test_ranks_that_make_no_copies_are_refused(copies: int) -> None:
     strategy = read_strategy("fsdp2")
     strategy = replace(strategy, settings=strategy.settings | sizes)
     problem = ranks_problem(least_recipe(), strategy, 8, 8)
-    assert problem is not None and f"8 processes make {copies} such copies" in problem
+    assert problem is not None
+    assert f"8 processes make {copies} such copies" in problem
 
 
 @pytest.mark.thorough
