@@ -140,9 +140,10 @@ def set_up_process(recipe: Recipe) -> Launch:
     bound_libraries()  # this call and the next must come before torch loads
     set_gpu_environment(deterministic=recipe.training.deterministic)
     from finetune.launch.launcher import read_launch, under_launcher
-    from finetune.launch.slurm import slurm_ranks
 
-    if not under_launcher():
+    if "SLURM_PROCID" in os.environ and not under_launcher():
+        from finetune.launch.slurm import slurm_ranks
+
         os.environ |= slurm_ranks(os.environ)
     from finetune.measure.host_memory import cores_each
 

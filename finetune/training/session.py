@@ -41,7 +41,6 @@ from finetune.recipe.optimizers import checkpoint_bytes
 from finetune.recipe.sections.base import steps_between
 from finetune.recipe.sections.preferences import warnings_of
 from finetune.run_folder.background import Saves, saves_in_background
-from finetune.run_folder.base_parts import untrained_in_words
 from finetune.run_folder.checkpoint import checkpoint_steps
 from finetune.run_folder.facts import read_run
 from finetune.run_folder.folder import mark_run, record_base
@@ -446,6 +445,8 @@ def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
     mark_run(agreed.run_dir, "finished", step=state.step, exported=exported.as_json())
     log(describe_exported(exported, state))
     if agreed.recipe.lora is None:
+        from finetune.run_folder.base_parts import untrained_in_words
+
         for line in untrained_in_words(agreed.recipe.model, decoder_parts(assembled.unwrapped_model)):
             log(line)
     if agreed.recipe.preferences is not None:
