@@ -138,33 +138,29 @@ def _convert(gguf_path: Path, origin: Origin, folder: Path) -> None:
     remove_folder(aside)  # a killed process may have left it
     aside.mkdir()
     with contextlib.redirect_stderr(io.StringIO()):  # the progress bars: 300 lines where there is no terminal
-        _save_model(gguf_path, aside)
+        import torch
+        from transformers import AutoModelForCausalLM, GgufConfig
+
+        from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its annotation lacks output_loading_info
+        model, loading = from_pretrained(
+            gguf_path.parent,
+            gguf_file=gguf_path.name,
+            dtype=getattr(torch, STORED_DTYPE),
+            quantization_config=GgufConfig(dequantize=True),  # else the weights stay in blocks that cannot be trained
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        wrong = {kind: names for kind, names in loading.items() if names}
+        if wrong:
+            raise EnvironmentMismatch(f"{gguf_path}: its tensors are not those of {type(model).__name__}: {wrong}")
+        # The GGUF's display name ("Smollm2 135M 8k ...") is not a repository: readers of the config would look it up.
+        model.config.name_or_path = ""
+        if "_model_name_or_path" in model.config:
+            del model.config._model_name_or_path
+        model.save_pretrained(aside)
         _save_tokenizer(gguf_path, aside)
     Path(aside, "origin.json").write_text(json.dumps(asdict(origin), indent=2) + "\n", "utf-8")
     publish_folder(aside, folder)
-
-
-def _save_model(gguf_path: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its annotation lacks output_loading_info
-    model, loading = from_pretrained(
-        gguf_path.parent,
-        gguf_file=gguf_path.name,
-        dtype=getattr(torch, STORED_DTYPE),
-        quantization_config=GgufConfig(dequantize=True),  # else the weights stay in blocks that cannot be trained
-        local_files_only=True,
-        output_loading_info=True,
-    )
-    wrong = {kind: names for kind, names in loading.items() if names}
-    if wrong:
-        raise EnvironmentMismatch(f"{gguf_path}: its tensors are not those of {type(model).__name__}: {wrong}")
-    # The GGUF's display name ("Smollm2 135M 8k ...") is not a repository: readers of the config would look it up.
-    model.config.name_or_path = ""
-    if "_model_name_or_path" in model.config:
-        del model.config._model_name_or_path
-    model.save_pretrained(folder)
 
 
 def _save_tokenizer(gguf_path: Path, folder: Path) -> None:

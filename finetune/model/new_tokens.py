@@ -120,7 +120,13 @@ def add_rows(model: PreTrainedModel, section: ModelSection, *, fill: bool = True
     new = new_rows(section, _rows(embeddings.weight))
     if new is None:
         return []
-    _refuse_other_tables(model, embeddings)
+    # transformers resizes embeddings and head alone.
+    found = next(_other_tables(model, embeddings), None)
+    if found is not None:
+        raise FinetuneError(
+            f"model.add_tokens: {type(model).__name__} has another table by token, {found}, which gets no rows; remove "
+            "the new tokens, or choose another model"
+        )
     old = _rows(embeddings.weight)
     # Of random values, which are drawn without disturbing the run's; always, for under ZeRO-3 it also unshards.
     with torch.random.fork_rng(devices=[]):
@@ -153,16 +159,6 @@ def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
 def _rows(weight: Tensor) -> int:
     """The unsharded weight's number of rows: ZeRO-3 leaves an empty vector in its place."""
     return int(getattr(weight, "ds_shape", weight.shape)[0])
-
-
-def _refuse_other_tables(model: PreTrainedModel, embeddings: Any) -> None:
-    """transformers resizes embeddings and head alone."""
-    found = next(_other_tables(model, embeddings), None)
-    if found is not None:
-        raise FinetuneError(
-            f"model.add_tokens: {type(model).__name__} has another table by token, {found}, which gets no rows; remove "
-            "the new tokens, or choose another model"
-        )
 
 
 def _other_tables(model: PreTrainedModel, embeddings: Any) -> Iterator[str]:

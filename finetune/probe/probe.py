@@ -96,7 +96,12 @@ def probe(
             from finetune.probe.judge import ANYWHERE  # a remembered result needs none of what computes one
 
             if offline and device.type == "cpu" and attention_name(recipe) not in ANYWHERE:
-                return _not_here(recipe, device, key)
+                # The facts that are known here, when the recipe's attention needs a GPU's kernels.
+                section = recipe.model.model_copy(update={"attention": "eager"})
+                _, facts = _whole_model(recipe.model_copy(update={"model": section}), device)
+                facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
+                remember(key, {"facts": facts})
+                return ProbeResult(facts)
             return _found_now(recipe, device, compute, folder / "model", key)
 
 
@@ -122,15 +127,6 @@ def _found_now(
     facts |= {"note": judgement.note, "precision": judgement.precision, "bound": judgement.bound}
     facts |= {"found": {way: asdict(off) for way, off in judgement.found.items()}}
     facts |= {"padding": compare_padded(recipe, small, device)}
-    remember(key, {"facts": facts})
-    return ProbeResult(facts)
-
-
-def _not_here(recipe: Recipe, device: torch.device, key: str) -> ProbeResult:
-    """The facts that are known here, when the recipe's attention needs a GPU's kernels."""
-    section = recipe.model.model_copy(update={"attention": "eager"})
-    _, facts = _whole_model(recipe.model_copy(update={"model": section}), device)
-    facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
     remember(key, {"facts": facts})
     return ProbeResult(facts)
 

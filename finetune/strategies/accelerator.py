@@ -204,7 +204,10 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         for key, value in ALONE.items():
             os.environ.setdefault(key, value)
     if strategy.shards_modules and on_cpu:
-        _let_accelerate_shard_on_cpu(process_group)
+        # Make Accelerate accept an FSDP plugin on gloo ranks. Version 1.15 turns only MULTI_GPU and similar types into
+        # FSDP (accelerate/state.py), and would silently use DDP instead. tests/proofs/test_strategies.py checks it.
+        PartialState(cpu=True, **process_group.to_kwargs())
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # not public
     if strategy.shards_modules and strategy.offloaded and not on_cpu:
         process_group.backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is reduced there
     zero = None
@@ -247,16 +250,6 @@ def _fsdp_plugin(strategy: Strategy) -> FullyShardedDataParallelPlugin:
         cpu_ram_efficient_loading=False,  # rank 0 alone reads the weights all the same: fsdp.py
         activation_checkpointing=False,
     )
-
-
-def _let_accelerate_shard_on_cpu(process_group: InitProcessGroupKwargs) -> None:
-    """Make Accelerate accept an FSDP plugin on gloo ranks. Otherwise it would silently use DDP instead.
-
-    accelerate 1.15 turns only MULTI_GPU and similar types into FSDP (accelerate/state.py).
-    tests/proofs/test_strategies.py checks the sharded storage.
-    """
-    PartialState(cpu=True, **process_group.to_kwargs())
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # not public
 
 
 def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Accelerator) -> None:

@@ -76,7 +76,13 @@ def shard_model(
         late: On rank 0, parameters by name whose values and buffers are made when their turn comes. It is empty
             afterwards, so that nothing keeps their sources.
     """
-    check_units(decoder, strategy)
+    layers = {type(module).__name__ for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)}
+    if strategy.unit_class is not None and strategy.unit_class not in layers:
+        raise EnvironmentMismatch(
+            f"accelerate_config: {strategy.path}: fsdp_transformer_layer_cls_to_wrap: "
+            f"{printable(strategy.unit_class)}: the model's layers are {', '.join(sorted(layers))}; write that, "
+            "or remove the line"
+        )
     full = {name: tensor.detach() for name, tensor in _named_tensors(decoder)} if dist.get_rank() == 0 else {}
     with ties_kept(decoder):
         _empty(decoder)
@@ -122,17 +128,6 @@ def reduced_in(model: nn.Module) -> set[torch.dtype]:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     policies = [unit._get_fsdp_state()._mp_policy for unit in units]
     return {dtype for policy in policies if (dtype := policy.reduce_dtype or policy.param_dtype) is not None}
-
-
-def check_units(decoder: nn.Module, strategy: Strategy) -> None:
-    """Raises EnvironmentMismatch if the strategy's file names units that are not the model's decoder layers."""
-    layers = {type(module).__name__ for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)}
-    if strategy.unit_class is not None and strategy.unit_class not in layers:
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.path}: fsdp_transformer_layer_cls_to_wrap: "
-            f"{printable(strategy.unit_class)}: the model's layers are {', '.join(sorted(layers))}; write that, "
-            "or remove the line"
-        )
 
 
 def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module, bool]]:

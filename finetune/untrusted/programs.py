@@ -205,14 +205,10 @@ def look_at_tokenizer(folder: Path) -> None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise unreadable(path, f"cannot be read: {error.strerror}", "check the file") from None
-    problem = _tokenizer_problem(path, digest)
+    asked, seconds = {"path": str(path.resolve())}, TOKENIZER_SECONDS
+    problem = refused("tokenizer", _TOKENIZER, asked, known_by=digest, seconds=seconds, mebibytes=TOKENIZER_MEBIBYTES)
     if problem is not None:
         raise unreadable(path, f"the tokenizer {problem}")
-
-
-def _tokenizer_problem(path: Path, digest: str) -> str | None:
-    asked, seconds = {"path": str(path.resolve())}, TOKENIZER_SECONDS
-    return refused("tokenizer", _TOKENIZER, asked, known_by=digest, seconds=seconds, mebibytes=TOKENIZER_MEBIBYTES)
 
 
 PATTERN_SECONDS, PATTERN_MEBIBYTES = 1, 256

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,14 @@ def read_header(path: Path) -> dict[str, TensorFacts]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _no_safetensors(path, "has __metadata__ that is not texts by name")
     ranges = [_range(path, name, entry) for name, entry in header.items()]
-    _refuse_gaps(path, ranges, size - LENGTH_BYTES - length)
+    nbytes = size - LENGTH_BYTES - length
+    at = 0
+    for begin, end in sorted(ranges):
+        if begin != at:
+            raise _no_safetensors(path, "has tensors that overlap, or bytes between them that belong to none")
+        at = end
+    if at != nbytes:
+        raise _no_safetensors(path, f"has {nbytes:,} bytes of data, and its header names {at:,}")
     _refuse_what_safetensors_does(path)
     return {name: TensorFacts(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
 
@@ -140,13 +147,3 @@ def _range(path: Path, name: str, entry: Any) -> tuple[int, int]:
 
 def _counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**62 for value in values)
-
-
-def _refuse_gaps(path: Path, ranges: Iterable[tuple[int, int]], nbytes: int) -> None:
-    at = 0
-    for begin, end in sorted(ranges):
-        if begin != at:
-            raise _no_safetensors(path, "has tensors that overlap, or bytes between them that belong to none")
-        at = end
-    if at != nbytes:
-        raise _no_safetensors(path, f"has {nbytes:,} bytes of data, and its header names {at:,}")
