@@ -153,8 +153,7 @@ def _for_vllm(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> Han
     if recipe.model.trust_remote_code:
         options.append("--trust-remote-code")
     ask = _curl(name, run, chat=(run.product / TEMPLATE).is_file())
-    if run.conversation.tools:
-        # vLLM's options, without which it returns calls as text.
+    if run.conversation.tools:  # else it returns calls as text
         templates = "".join(run.conversation.templates.values())
         parser = next((parser for text, parser in CALL_PARSERS.items() if text in templates), "PARSER")
         options += ["--enable-auto-tool-choice", "--tool-call-parser", parser]

@@ -86,9 +86,12 @@ def build_model(
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         forget_inputs(model)
     adapted: nn.Module = model
-    if recipe.lora is None:
-        _refuse_all_of_a_multimodal(model)
-    else:
+    if recipe.lora is None and language_model_path(model):
+        raise FinetuneError(
+            f"lora: {type(model).__name__} has parts for images, which rows of text do not train, and transformers has "
+            "no class for its text part by itself; train it with adapters: lora: {}"
+        )
+    if recipe.lora is not None:
         from finetune.model.adapters import add_adapters
 
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
@@ -138,14 +141,6 @@ def decoder_parts(model: nn.Module) -> PreTrainedModel:
     inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()  # type: ignore[operator]  # peft's
     assert isinstance(inner, PreTrainedModel)
     return inner
-
-
-def _refuse_all_of_a_multimodal(model: PreTrainedModel) -> None:
-    if language_model_path(model):
-        raise FinetuneError(
-            f"lora: {type(model).__name__} has parts for images, which rows of text do not train, and transformers has "
-            "no class for its text part by itself; train it with adapters: lora: {}"
-        )
 
 
 def load_base(
@@ -198,8 +193,7 @@ def load_base(
                 folder, revision=section.revision, config=config, **options
             )
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-            names = sorted(map(str, info.get(kind) or ()))
-            if names:
+            if names := sorted(map(str, info.get(kind) or ())):
                 raise FinetuneError(
                     f"model.name_or_path: {name}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}; "
                     "these weights are not those of this architecture"

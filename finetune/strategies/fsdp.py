@@ -47,14 +47,11 @@ def make_mesh(strategy: Strategy, device: torch.device, timeout: timedelta | Non
     assert strategy.can_replicate(world, per_node), "the start refuses such ranks"
     # init_device_mesh ignores the recipe's timeout (NCCL's default is 600 s), so make the groups here.
     ranks = torch.arange(world).reshape(copies, world // copies)
-    groups = [_own_group(lines.tolist(), timeout) for lines in (ranks.T, ranks)]
+    groups = []
+    for lines in (ranks.T.tolist(), ranks.tolist()):  # every rank makes all groups, in the same order
+        made = [dist.new_group(line, timeout=timeout) for line in lines]
+        groups.append(next(group for group, line in zip(made, lines, strict=True) if dist.get_rank() in line))
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(COPIES, SHARDS))
-
-
-def _own_group(lines: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """This rank's group. Every rank makes a group for each list of ranks, in the same order."""
-    made: list[dist.ProcessGroup] = [dist.new_group(line, timeout=timeout) for line in lines]
-    return next(group for group, line in zip(made, lines, strict=True) if dist.get_rank() in line)
 
 
 def shard_model(
@@ -76,14 +73,11 @@ def shard_model(
         late: On rank 0, parameters by name whose values and buffers are made when their turn comes. It is empty
             afterwards, so that nothing keeps their sources.
     """
-    layers = {type(module).__name__ for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)}
-    if strategy.unit_class is not None and strategy.unit_class not in layers:
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.path}: fsdp_transformer_layer_cls_to_wrap: "
-            f"{printable(strategy.unit_class)}: the model's layers are {', '.join(sorted(layers))}; write that, "
-            "or remove the line"
-        )
-    full = {name: tensor.detach() for name, tensor in _named_tensors(decoder)} if dist.get_rank() == 0 else {}
+    check_units(decoder, strategy)
+    full = {}
+    if dist.get_rank() == 0:
+        named = (*decoder.named_parameters(), *decoder.named_buffers())
+        full = {name: tensor.detach() for name, tensor in named}
     with ties_kept(decoder):
         _empty(decoder)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32)
@@ -130,6 +124,17 @@ def reduced_in(model: nn.Module) -> set[torch.dtype]:
     return {dtype for policy in policies if (dtype := policy.reduce_dtype or policy.param_dtype) is not None}
 
 
+def check_units(decoder: nn.Module, strategy: Strategy) -> None:
+    """Raises EnvironmentMismatch if the strategy's file names units that are not the model's decoder layers."""
+    layers = {type(module).__name__ for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)}
+    if strategy.unit_class is not None and strategy.unit_class not in layers:
+        raise EnvironmentMismatch(
+            f"accelerate_config: {strategy.path}: fsdp_transformer_layer_cls_to_wrap: "
+            f"{printable(strategy.unit_class)}: the model's layers are {', '.join(sorted(layers))}; write that, "
+            "or remove the line"
+        )
+
+
 def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module, bool]]:
     """The modules that are gathered together, innermost first: each layer, embeddings, head, then the small rest.
 
@@ -143,11 +148,6 @@ def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module,
         yield embeddings, reshard
         yield head, False
     yield decoder, False
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _empty(module: nn.Module) -> None:

@@ -32,11 +32,10 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
     count emulation as support. It also refuses a deterministic training if cuBLAS's workspace is not deterministic.
     Raises EnvironmentMismatch with the settings to write.
     """
-    # torch refuses every matrix product in deterministic mode where the variable is another one.
-    found = os.environ.get(CUBLAS_VARIABLE)  # the start has set it where the user has not
-    if recipe.training.deterministic and found not in REPRODUCIBLE_WORKSPACES:
+    workspace = os.environ.get(CUBLAS_VARIABLE)  # the start has set it where the user has not
+    if recipe.training.deterministic and workspace not in REPRODUCIBLE_WORKSPACES:  # torch would refuse each product
         raise EnvironmentMismatch(
-            f"training.deterministic: {CUBLAS_VARIABLE}={found} is not one of its reproducible settings; unset "
+            f"training.deterministic: {CUBLAS_VARIABLE}={workspace} is not one of its reproducible settings; unset "
             f"it, or export {CUBLAS_VARIABLE}={REPRODUCIBLE_WORKSPACES[0]}"
         )
     _check_gpu_for_each(launch)
