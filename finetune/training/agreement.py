@@ -89,7 +89,7 @@ def own_choices(start: Start) -> OwnChoices:
     )
 
 
-def agree(start: Start, everyone: Sequence[OwnChoices], run_dir: str) -> Agreed:
+def settle_choices(start: Start, everyone: Sequence[OwnChoices], run_dir: str) -> Agreed:
     """What this rank trains, from every rank's choices. Every rank calls it.
 
     Where `auto` chose, the rank with the least memory decides: it recomputes most, in micro-batches of the fewest rows.

@@ -57,7 +57,7 @@ from finetune.strategies.accelerator import build_accelerator, load_scaler_state
 from finetune.strategies.assemble import Assembled, assemble, check_vocabulary
 from finetune.strategies.pieces import all_ranks
 from finetune.strategies.receipt import computed_layers, describe, write_receipt
-from finetune.training.agreement import Agreed, agree, own_choices, refuse_apart
+from finetune.training.agreement import Agreed, own_choices, refuse_apart, settle_choices
 from finetune.training.cast_weights import cast_weights
 from finetune.training.held_state import hold_state, planned_save, remove_temporary
 from finetune.training.loop import take_steps
@@ -132,7 +132,7 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
         # On other devices each operation is watched.
         phases = Phases(device, enabled=True, watch=recipe.measure_phases or device.type != "cuda")
         with watchdog(recipe, launch, progress) as meeting:
-            agreed = agree(start, everyone, str(meeting.run_dir) if meeting.apart else recipe.run_dir)
+            agreed = settle_choices(start, everyone, str(meeting.run_dir) if meeting.apart else recipe.run_dir)
             if meeting.apart:
                 refuse_apart(agreed, meeting.apart)
                 output.terminal.log(

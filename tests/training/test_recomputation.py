@@ -19,7 +19,7 @@ from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.strategy import strategy_of
 from finetune.train import main
 from finetune.training import agreement, worst_step
-from finetune.training.agreement import Agreed, agree, own_choices
+from finetune.training.agreement import Agreed, own_choices, settle_choices
 from finetune.training.batch_plan import plan_batches
 from finetune.training.start import Checked, Choices, Start, own_split
 from tests.support.models.tiny import write_chats
@@ -149,7 +149,7 @@ def started(setting: Any, folder: Path, *, rows: int = 4, plugin: str = "ddp", *
 def agreed_with(start: Start, **other: Any) -> Agreed:
     """As on the first of two ranks, whose other one has these choices."""
     own = own_choices(start)
-    return agree(start, [own, own._replace(**other)], "run")
+    return settle_choices(start, [own, own._replace(**other)], "run")
 
 
 @pytest.mark.parametrize(
