@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments:
             return 0
         return 2
-    from finetune.untrusted.library_words import segments_explained
+    from finetune.library_errors import library_errors
 
     try:
-        with segments_explained():
+        with library_errors():
             refuse_deleted_folder()
             loaded = load_recipe(arguments[0], arguments[1:], here=True)
             announce(loaded.recipe)

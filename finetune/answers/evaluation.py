@@ -51,8 +51,9 @@ from finetune.generation.held_out import Answering, ScoredSet, generated_answers
 from finetune.hand_over.export_step import run_at
 from finetune.launch.launcher import Launch
 from finetune.measure.metrics import evaluation_in_words
-from finetune.model.build import attention_name, load_tokenizer
+from finetune.model.build import attention_name
 from finetune.model.dtypes import COMPUTE
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import EVAL_KEPT, read_run, require_run_folder
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS

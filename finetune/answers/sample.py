@@ -36,7 +36,7 @@ from finetune.answers.sample_source import SampleRequest, SampleSource
 from finetune.base.identity import base_identity, content_of
 from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError
-from finetune.files import LOCK, append_lines, disk_errors, lock, read_lines, write_json, write_text
+from finetune.files import LOCK, append_lines, lock, read_lines, write_json, write_text
 from finetune.finished_run import (
     FinishedRun,
     answer_with_fewer_kernels,
@@ -55,7 +55,8 @@ from finetune.generation.held_out import (
     held_out_set,
 )
 from finetune.launch.launcher import Launch
-from finetune.model.build import load_tokenizer
+from finetune.library_errors import library_errors
+from finetune.model.new_tokens import load_tokenizer
 from finetune.output_stream import one_line
 from finetune.recipe.mixed_precision import FastestFormat
 from finetune.recipe.schema import Recipe
@@ -190,7 +191,7 @@ class _Record:
         for name in (ANSWERS, KEPT_REPLIES, LOCK):  # are written where they are
             if os.path.lexists(folder / name) and not stat.S_ISREG(os.lstat(folder / name).st_mode):
                 raise FinetuneError(f"{folder / name}: is no plain file; remove it, or name another folder")
-        with disk_errors(folder):
+        with library_errors(writing=folder):
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 self.locked = lock(folder / LOCK, wait_seconds=0)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.errors import FinetuneError
-from finetune.files import TEMPORARY_PREFIX, disk_errors, sync, write_json, write_text
+from finetune.files import TEMPORARY_PREFIX, sync, write_json, write_text
+from finetune.library_errors import library_errors
 from finetune.run_folder.facts import EVAL_ANSWERS, EVAL_RECORD
 from finetune.scoring.intervals import interval, paired_interval
 from finetune.scoring.metrics import unread, unread_in_words
@@ -182,7 +183,7 @@ def write_eval(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping[s
 
     record, answers = folder / EVAL_RECORD, folder / EVAL_ANSWERS
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    with disk_errors(record), tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=folder) as temporary:
+    with library_errors(writing=record), tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=folder) as temporary:
         write_json(Path(temporary) / record.name, dict(result))
         if rows:
             write_text(Path(temporary) / answers.name, text)

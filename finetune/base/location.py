@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.library_errors import not_loaded
 from finetune.output_stream import one_line
 from finetune.recipe.sections.model import ONLINE_REPOSITORIES, PREFIX, ModelSection
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import not_loaded
 
 HUB_SECONDS = 4  # that the first question to the Hub may take
 

@@ -208,12 +208,15 @@ def _whole_table(values: dict[str, Any], is_alone: bool) -> str | None:
     columns = list(values.values())
     if {*values} >= {"columns", "data"} and isinstance(values["data"], list) and isinstance(values["columns"], list):
         shape = "the columns' names and the rows apart"
-    elif columns and all(isinstance(each, dict) and each and all(map(str.isdigit, each)) for each in columns):
+    elif columns and all(isinstance(column, dict) and column and all(map(str.isdigit, column)) for column in columns):
         shape = "columns, each with its rows by number"
     elif (
         len(columns) > 1
-        and all(isinstance(each, list) and len(each) > 1 and isinstance(each[0], str | int | float) for each in columns)
-        and len({len(each) for each in columns}) == 1
+        and all(
+            isinstance(column, list) and len(column) > 1 and isinstance(column[0], str | int | float)
+            for column in columns
+        )
+        and len({len(column) for column in columns}) == 1
         and is_alone
     ):
         shape = "columns, each a list of its rows"
@@ -280,17 +283,12 @@ def _decode(raw: bytes, offset: int, encoding: str = "utf-8") -> str:
     try:
         return raw.decode(encoding)
     except UnicodeDecodeError as error:
+        value = error.object[error.start]
         if encoding == "utf-8":
-            raise BadRow(_not_utf8(offset + error.start, error)) from None
-        byte = f"byte {offset + error.start:,} of the file (0x{error.object[error.start]:02x})"
+            byte = f"byte {offset + error.start} of the file (0x{value:02x}) is not UTF-8"
+            raise BadRow(f"{byte}; save the file as UTF-8, or convert it: iconv -f LATIN1 -t UTF-8") from None
+        byte = f"byte {offset + error.start:,} of the file (0x{value:02x})"
         raise BadRow(f"{byte} is not {encoding}; name the file's own: encoding: cp1252") from None
-
-
-def _not_utf8(position: int, error: UnicodeDecodeError) -> str:
-    return (
-        f"byte {position} of the file (0x{error.object[error.start]:02x}) is not UTF-8; "
-        "save the file as UTF-8, or convert it: iconv -f LATIN1 -t UTF-8"
-    )
 
 
 def parse_object(text: str) -> dict[str, Any]:

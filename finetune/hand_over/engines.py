@@ -20,12 +20,13 @@ from typing import Any, Literal
 
 from finetune.base.location import resolve_model_path
 from finetune.errors import FinetuneError
-from finetune.files import disk_errors, making, publish_folder, write_text
+from finetune.files import making, publish_folder, write_text
 from finetune.finished_run import FinishedRun, finished_run
 from finetune.hand_over.gguf import hand_over_gguf
 from finetune.hand_over.merge import whole_model
 from finetune.hand_over.own_folder import refuse_foreign, write_record
 from finetune.hand_over.vllm import lora_options, why_merged
+from finetune.library_errors import library_errors
 from finetune.model.build import configuration
 from finetune.model.text_part import auto_class
 from finetune.recipe.schema import Recipe
@@ -95,7 +96,7 @@ def hand_over(
         "command": shlex.join(planned.command),
         "ask": shlex.join(planned.ask),
     }
-    with disk_errors(folder, "the run is untouched; "), making(folder) as temporary:
+    with library_errors(writing=folder, kept="the run is untouched; "), making(folder) as temporary:
         planned.write(temporary)
         write_record(temporary, SERVING_RECORD, record)
         publish_folder(temporary, folder)

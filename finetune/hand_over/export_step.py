@@ -26,10 +26,12 @@ from transformers import GenerationConfig
 
 from finetune.base.location import resolve_model_path
 from finetune.errors import FinetuneError
-from finetune.files import cut_lines, disk_errors, making, publish_folder, read_lines, write_json
+from finetune.files import cut_lines, making, publish_folder, read_lines, write_json
 from finetune.finished_run import recipe_of_run
 from finetune.hand_over.own_folder import refuse_foreign, write_record
-from finetune.model.build import build_model, decoder_parts, load_tokenizer
+from finetune.library_errors import library_errors
+from finetune.model.build import build_model, decoder_parts
+from finetune.model.new_tokens import load_tokenizer
 from finetune.paths import leaves_folder
 from finetune.recipe.schema import Recipe
 from finetune.report.run_page import PAGE_NAME, PICTURES, write_pages
@@ -97,7 +99,7 @@ def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, A
     checkpoint = _checkpoint_at(run_dir, step)
     recipe = recipe_of_run(resolved)
     # export_weights writes into its recipe's output_dir. Point that to the temporary folder, so the run stays as it is.
-    with disk_errors(folder, "the run is untouched; "), making(folder) as temporary:
+    with library_errors(writing=folder, kept="the run is untouched; "), making(folder) as temporary:
         temporary.mkdir()
         _copy_record(run_dir, temporary, step)
         product, notes = _write_product(recipe.model_copy(update={"output_dir": str(temporary)}), checkpoint)

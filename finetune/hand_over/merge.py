@@ -21,7 +21,7 @@ from finetune.hand_over.agreement import (
 )
 from finetune.hand_over.merged_weights import Merge, plan_merge, write_merged
 from finetune.hand_over.own_folder import refuse_foreign, write_record
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.model.text_part import answering_part, auto_class
 from finetune.recipe.schema import Dtype
 from finetune.recipe.sections.model import BaseDtype

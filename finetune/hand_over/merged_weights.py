@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finetune.errors import FinetuneError
-from finetune.files import disk_errors, write_json
+from finetune.files import write_json
 from finetune.hand_over.parameter_deltas import FileTensors, adapted_parameters, packed_parameters, parameter_deltas
 from finetune.hand_over.weight_files import (
     INDEX,
@@ -27,6 +27,7 @@ from finetune.hand_over.weight_files import (
     open_base,
     read_settings,
 )
+from finetune.library_errors import library_errors
 from finetune.model.adapters import experts_as_parameters
 from finetune.model.build import structure_alone
 from finetune.model.quantization import as_quantized, quantized_layers
@@ -201,7 +202,7 @@ def write_merged(
 ) -> None:
     """Write weights, config and tokenizer into `folder`, which is created."""
     folder.mkdir(parents=True)
-    with disk_errors(folder):
+    with library_errors(writing=folder):
         _write_weights(merge, folder, dtype, dequantized=dequantized, log=log)
         _write_settings(merge, folder, dtype)
         # The adapter's folder has the tokenizer, with the chat template of the training.

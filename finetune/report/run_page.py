@@ -108,10 +108,10 @@ def report(runs: Sequence[ReportedRun]) -> str:
 
 def _objectives_that_differ(runs: Sequence[ReportedRun]) -> Iterator[str]:
     """A line that the losses of these runs are not to be compared: another beta or loss_type scales them."""
-    recipes = [run.facts.recipe for run in runs]
-    if all(recipe.preferences == recipes[0].preferences for recipe in recipes):
+    sections = [run.facts.recipe.preferences for run in runs]
+    if all(section == sections[0] for section in sections):
         return
-    words = ["supervised" if each.preferences is None else objective_in_words(each.preferences) for each in recipes]
+    words = ["supervised" if section is None else objective_in_words(section) for section in sections]
     told = "; ".join(f"{run.name}: {objective}" for run, objective in zip(runs, words, strict=True))
     yield f"The objectives differ, so the losses do not compare. {told}."
 
@@ -258,8 +258,8 @@ def _wins_and_losses(run: ReportedRun) -> list[tuple[str, list[Any]]]:
         base, tuned = pairs[0]
         if isinstance(base, int | float) and isinstance(tuned, int | float) and base != tuned:
             (better if tuned > base else worse).append(row)
-    found = [(f"Higher {metric} than before", better), (f"Lower {metric} than before", worse)]
-    return [(f"{name}: {counted(len(rows), 'answer')}", rows[:PAGE_WINS]) for name, rows in found if rows]
+    groups = [(f"Higher {metric} than before", better), (f"Lower {metric} than before", worse)]
+    return [(f"{name}: {counted(len(rows), 'answer')}", rows[:PAGE_WINS]) for name, rows in groups if rows]
 
 
 def _cell(value: Any) -> str:

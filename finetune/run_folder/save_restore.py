@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from finetune.base.identity import BASE_CONTENT, base_identity, recorded_base
 from finetune.base.location import base_file, own_end_tokens, published_name
 from finetune.errors import FinetuneError, NotFinite
-from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
+from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder, write_json
 from finetune.generation.generate import stop_on, without_penalties
+from finetune.library_errors import library_errors
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
 from finetune.model.text_part import name_for_both, names_in_whole
@@ -39,7 +40,6 @@ from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import Ranks, all_ranks, reshard
 from finetune.tokens.conversation import read_conversation
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.safetensors_header import add_metadata
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def on_every_machine(folder: Path, ranks: Ranks) -> Iterator[None]:
         if ranks.rank in receivers:
             publish_folder(temporary, folder)
 
-    with disk_errors(folder, "the checkpoint is intact on rank 0's machine; "):
+    with library_errors(writing=folder, kept="the checkpoint is intact on rank 0's machine; "):
         sizes = act_on_every_rank(ranks, folder, list_files)[0]
         act_on_every_rank(ranks, folder, bring)
     yield
@@ -118,7 +118,7 @@ def restore(recipe: Recipe, parts: Assembled, step: int, ranks: Ranks) -> TrainS
     folder, is_copy = step_folder(Path(recipe.run_dir), step), ranks.rank in ranks.apart
     with (
         on_every_machine(folder, ranks),
-        in_one_line(lambda error: FinetuneError(f"{folder}: cannot be resumed from: {words_of(error)}")),
+        library_errors(f"{folder}: cannot be resumed from"),
     ):
         return TrainState.from_json(fill_from(parts, folder, hashes=is_copy))
 
@@ -331,7 +331,7 @@ def _publish(target: Path, write: Callable[[Path], None]) -> Path:
     # The result appears under its name when all files are complete and synced.
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
     remove_folder(temporary)  # from a process that was killed during an export
-    with disk_errors(target, "checkpoints are intact; "):
+    with library_errors(writing=target, kept="checkpoints are intact; "):
         try:
             write(temporary)
             publish_folder(temporary, target)

@@ -150,20 +150,16 @@ def check_has_gpu(recipe: Recipe, launch: Launch) -> None:
 
         if reason := why_torch_sees_no_gpu():
             raise EnvironmentMismatch(f"budget: {reason}; or train on this CPU with budget.gpus=0")
+        missing, name = "", recipe.model.name_or_path
+        if not weights_are_here(name, recipe.model.revision):
+            remedy = f"`hf download {name}`; if gated, first `hf auth login`"
+            missing = f", nor the weights of {name} in its cache ({remedy})"
         raise EnvironmentMismatch(
             f"budget: the recipe is made for {counted(budget.gpus * budget.nodes, 'GPU')} of "
-            f"{budget.gpu_memory_gb:g} GB, this machine has none{_weights_missing(recipe)}; run it where they are, see "
+            f"{budget.gpu_memory_gb:g} GB, this machine has none{missing}; run it where they are, see "
             f"all of it work here, small, with `{shlex.join(['finetune', 'rehearse', launch.recipe])}`, or train on "
             "this CPU with budget.gpus=0"
         )
-
-
-def _weights_missing(recipe: Recipe) -> str:
-    """The clause that the weights are not on this machine either; empty where they are."""
-    name, revision = recipe.model.name_or_path, recipe.model.revision
-    if weights_are_here(name, revision):
-        return ""
-    return f", nor the weights of {name} in its cache (`hf download {name}`; if gated, first `hf auth login`)"
 
 
 def device_of(launch: Launch) -> torch.device:

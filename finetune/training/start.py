@@ -31,8 +31,9 @@ from finetune.launch.signals import STARTED_AT, StopRequest
 from finetune.measure.environment import environment
 from finetune.measure.out_of_memory import memory_of
 from finetune.model.adapter_targets import has_experts
-from finetune.model.build import attention_name, configuration, load_tokenizer
+from finetune.model.build import attention_name, configuration
 from finetune.model.dtypes import COMPUTE, dtype_name
+from finetune.model.new_tokens import load_tokenizer
 from finetune.model.optimizer import Schedule
 from finetune.output_stream import wrapped
 from finetune.probe.probe import probe

@@ -163,7 +163,7 @@ def look_at_adapter(folder: Path) -> dict[str, Any]:
 def patterns_of(config: Mapping[str, Any]) -> list[str]:
     """The regular expressions in an adapter's settings, as peft takes them."""
     texts = [config.get(name) for name in ("target_modules", "exclude_modules")]
-    patterns = [each for each in texts if isinstance(each, str) and each != "all-linear"]
+    patterns = [text for text in texts if isinstance(text, str) and text != "all-linear"]
     layers = config.get("layers_pattern") or []
     patterns += [*([layers] if isinstance(layers, str) else layers), *(config.get("modules_to_save") or [])]
     return [*patterns, *(key for name in ("rank_pattern", "alpha_pattern") for key in config.get(name) or {})]

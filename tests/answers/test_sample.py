@@ -25,7 +25,7 @@ from finetune.files import append_lines, read_lines
 from finetune.finished_run import FinishedRun
 from finetune.generation import generate
 from finetune.generation import held_out as scored_answers
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe, recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import prepare

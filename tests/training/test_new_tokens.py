@@ -122,7 +122,7 @@ def test_new_rows_alone_are_trained_beside_adapters(trained: Trained) -> None:
 
 
 def load_notes(trained: Trained) -> list[str]:
-    from finetune.model.build import load_tokenizer
+    from finetune.model.new_tokens import load_tokenizer
     from finetune.tokens.dataset import prepare
 
     recipe = load_recipe(trained.recipe).recipe

@@ -309,7 +309,7 @@ def _structure(case: Mapping[str, Any], folder: Path) -> None:
 
 def _tokenizer(case: Mapping[str, Any], folder: Path) -> None:
     """The tokenizer, and the case's rows through its template."""
-    from finetune.model.build import load_tokenizer
+    from finetune.model.new_tokens import load_tokenizer
     from finetune.tokens.dataset import prepare
 
     recipe = _loaded(case, folder)
