@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 from finetune.answers.kept_rows import KeepOptions
 from finetune.base.location import published_name, refuse_unreachable
-from finetune.base.package_models import PREFIX
 from finetune.errors import FinetuneError
 from finetune.files import check_output
 from finetune.output_stream import one_line
@@ -20,6 +19,7 @@ from finetune.recipe.mixed_precision import KEYS
 from finetune.recipe.names import is_repository
 from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.schema import DataSet, Recipe
+from finetune.recipe.sections.model import PREFIX
 from finetune.scoring.metrics import Metric
 
 if TYPE_CHECKING:

@@ -19,23 +19,21 @@ from __future__ import annotations
 
 import codecs
 import csv
-import gzip
 import io
 import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from finetune.errors import BadFile, DataError, UnclearFile
-from finetune.paths import open_regular
+from finetune.paths import BYTE_ORDER_MARK, open_bytes
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # UTF-32's mark begins with UTF-16's.
 WIDE_MARKS = {
     codecs.BOM_UTF32_LE: "utf-32",
@@ -125,13 +123,6 @@ class Dialect(NamedTuple):
         return csv.reader(
             lines, delimiter=self.delimiter, quoting=quoting, skipinitialspace=self.is_spaced, strict=True
         )
-
-
-@contextmanager
-def open_bytes(file: Path) -> Iterator[IO[bytes]]:
-    """A file's bytes, decompressed if its name ends with .gz. Raises OSError, also for a pipe or a device."""
-    with open_regular(file) as stored, gzip.open(stored, "rb") if file.suffix == ".gz" else stored as stream:
-        yield stream  # type: ignore[misc]  # gzip's stream reads bytes like any other
 
 
 def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None = None) -> Dialect:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.cells import (
     MAX_ROW_DEPTH,
@@ -30,27 +30,14 @@ from finetune.data.cells import (
     not_a_number,
     parse_json,
 )
-from finetune.data.dialect import (
-    BYTE_ORDER_MARK,
-    HEAD_OF_TABLE,
-    RECORDS,
-    SEPARATOR_LINE,
-    WIDE,
-    WIDE_MARKS,
-    Dialect,
-    Record,
-    csv_dialect,
-    found_encoding,
-    header_at,
-    is_binary,
-    open_bytes,
-    without_blank_end,
-)
 from finetune.errors import BadFile, UnclearFile
 from finetune.output_stream import has_controls, one_line
-from finetune.paths import open_regular
+from finetune.paths import BYTE_ORDER_MARK, open_bytes, open_regular
 from finetune.untrusted.json_files import not_rows
 from finetune.wording import counted, install_command
+
+if TYPE_CHECKING:
+    from finetune.data.dialect import Dialect, Record
 
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB would have 4 million tokens: surely a file without line ends
 MOST_BYTES_OF_OBJECT = 64 * 2**20
@@ -324,6 +311,8 @@ def _table_rows(
     file: Path, records: Iterator[Record], notes: Counter[str], separator: str, is_sheet: bool = False
 ) -> Iterator[SourceRow]:
     """Yield a table's rows by the names in its header. A title and notes above the header are skipped, and noted."""
+    from finetune.data.dialect import RECORDS, header_at, without_blank_end
+
     head = list(islice(records, RECORDS))
     sound = [cells for _, cells, problem in head if problem is None]
     if is_sheet:  # its rows come without the blank cells at their ends
@@ -417,6 +406,8 @@ def _named_cells(
 
 def _read_csv(file: Path, delimiter: str | None, encoding: str | None, notes: Counter[str]) -> Iterator[SourceRow]:
     """Yield a CSV file's rows by the names in its header; every value is text."""
+    from finetune.data.dialect import HEAD_OF_TABLE, WIDE_MARKS, csv_dialect, is_binary
+
     with open_bytes(file) as stream:
         head = stream.read(HEAD_OF_TABLE)
         stream.seek(0)
@@ -437,6 +428,8 @@ def _read_csv(file: Path, delimiter: str | None, encoding: str | None, notes: Co
 
 def _csv_records(stream: IO[bytes], dialect: Dialect, notes: Counter[str]) -> Iterator[Record]:
     """Yield the records that are not empty. A mistake in the quoting or the bytes is the last one."""
+    from finetune.data.dialect import SEPARATOR_LINE, without_blank_end
+
     lines = _csv_lines(stream, dialect)
     try:
         first = next(lines, "")
@@ -490,6 +483,8 @@ def _explain_csv(error: str, line: str, dialect: Dialect) -> str:
 
 def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
     """The file's lines as text. Raises BadRow for a byte that the encoding does not have."""
+    from finetune.data.dialect import HEAD_OF_TABLE, WIDE
+
     offset = _mark_bytes(stream.read(HEAD_BYTES))
     stream.seek(0)
     head = stream.read(HEAD_OF_TABLE)
@@ -544,6 +539,8 @@ def _read_excel(file: Path, sheet: str | None, notes: Counter[str]) -> Iterator[
 
 def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
     """A text file as one row with the column `text`."""
+    from finetune.data.dialect import WIDE_MARKS, found_encoding
+
     with open_bytes(file) as stream:
         raw = stream.read(MAX_ROW_BYTES + 1)
     problem = None

@@ -33,7 +33,6 @@ from finetune.data.chat import (
     leaves_out_prompt,
     read_row,
 )
-from finetune.data.dialect import csv_dialect
 from finetune.data.layout import RowLayout, layout_of
 from finetune.data.readers import SourceRow
 from finetune.data.readings import Reading, in_quotes, in_yaml, profiles, remarks
@@ -236,6 +235,8 @@ class RowReader:
         dialect = ""  # of the first CSV file
         if self._source.kind == "csv" and self._source.files:
             with suppress(OSError, DataError):
+                from finetune.data.dialect import csv_dialect
+
                 dialect = csv_dialect(self._source.files[0], entry.delimiter, entry.encoding).in_words()
         facts_of_answers: dict[str, Any] = {}
         if entry.format in FORMAT_OF_OBJECTIVE.values():

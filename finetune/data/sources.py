@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.data.cells import BadRow, nearest
-from finetune.data.dialect import checked_encoding
 from finetune.data.layout import layout_of
 from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
 from finetune.data.readings import readings
@@ -150,6 +149,8 @@ def resolve(entry: DataSet) -> Source:
         if getattr(entry, key) is not None and source.kind not in kinds:
             raise DataError([f"{source.name}: {key}: is for {words}, these are {_in_words(source)}; remove it"])
     if entry.encoding is not None:
+        from finetune.data.dialect import checked_encoding
+
         checked_encoding(entry.encoding)
     return source
 

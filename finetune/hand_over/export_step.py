@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig
 
 from finetune.base.location import resolve_model_path
@@ -160,17 +160,7 @@ def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> tuple[Path, list[s
     else:
         # On meta every adapter is built with peft's default initialisation; adapter_config.json names the recipe's.
         model.peft_config["default"].init_lora_weights = recipe.lora.init_lora_weights
-    weights = _trained_weights(recipe, model, checkpoint)
-    refuse_unexportable(recipe, not_finite(weights, 0))
-    product = export_weights(recipe, model, weights, load_tokenizer(recipe))
-    return product, [] if recipe.lora else [*untrained_in_words(recipe.model, model)]
-
-
-def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The checkpoint's weights by the model's names, in the export's number format. Tied ones are one tensor.
-
-    Raises FinetuneError if they are not the model's, NothingTrained if they equal the run's start.
-    """
+    # The checkpoint's weights by the model's names, in the export's number format. Tied ones are one tensor.
     stored, dtype = checkpoint.groups["model"], export_dtype(recipe)
     first_names: dict[int, str] = {}
     weights: dict[str, Tensor] = {}
@@ -194,7 +184,9 @@ def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -
             "whether head and embeddings are one matrix"
         )
     refuse_unchanged(sums, read_state_of(checkpoint).get("start_checksums", {}))
-    return weights
+    refuse_unexportable(recipe, not_finite(weights, 0))
+    product = export_weights(recipe, model, weights, load_tokenizer(recipe))
+    return product, [] if recipe.lora else [*untrained_in_words(recipe.model, model)]
 
 
 def _copy_record(run_dir: Path, folder: Path, step: int) -> None:

@@ -15,8 +15,6 @@ from finetune.errors import FinetuneError
 from finetune.files import check_output, making, publish_folder
 from finetune.finished_run import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
 from finetune.hand_over.agreement import (
-    Agreement,
-    Reference,
     agreement_with,
     documents_to_compare,
     run_reference,
@@ -120,7 +118,17 @@ def _verify(
         gc.collect()  # peft's model refers to itself in circles, and the next one needs its memory
         if merge.adapter.moves_the_base:
             base = agreement_with(load_whole(run, merge.device, tuned=False), reference)
-        merged = _compared(run, folder, reference, merge.device)
+        # The merged model's agreement. Plain transformers loads it, as a user would.
+        trust = {"trust_remote_code": run.recipe.model.trust_remote_code}  # the base's code was copied into the folder
+        loaded: Any = auto_class(AutoConfig.from_pretrained(folder, **trust)).from_pretrained(
+            folder, dtype="auto", use_safetensors=True, output_loading_info=True, **trust
+        )
+        model, info = loaded
+        # Missing, unexpected and mismatched names: transformers only warns about them.
+        wrong = sorted(str(name) for names in info.values() for name in names)
+        if wrong:
+            raise FinetuneError(f"{folder}: plain transformers misses or finds too much: {', '.join(wrong[:3])}")
+        merged = agreement_with(answering_part(model.to(merge.device).eval()), reference)
     return {
         "documents": len(documents),
         "held_out": bool(len(prepared.split.held_out)),
@@ -129,20 +137,6 @@ def _verify(
         "candidates": {kind: merged.as_json()},  # earlier releases compared two
         "base": base.as_json(),
     }
-
-
-def _compared(run: FinishedRun, folder: Path, reference: Reference, device: torch.device) -> Agreement:
-    """The merged model's agreement. Plain transformers loads it, as a user would."""
-    trust = {"trust_remote_code": run.recipe.model.trust_remote_code}  # the base's code was copied into the folder
-    loaded: Any = auto_class(AutoConfig.from_pretrained(folder, **trust)).from_pretrained(
-        folder, dtype="auto", use_safetensors=True, output_loading_info=True, **trust
-    )
-    model, info = loaded
-    # Missing, unexpected and mismatched names: transformers only warns about them.
-    wrong = sorted(str(name) for names in info.values() for name in names)
-    if wrong:
-        raise FinetuneError(f"{folder}: plain transformers misses or finds too much: {', '.join(wrong[:3])}")
-    return agreement_with(answering_part(model.to(device).eval()), reference)
 
 
 def describe_merge(facts: Mapping[str, Any]) -> str:

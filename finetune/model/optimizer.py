@@ -219,7 +219,25 @@ class Schedule:
             remedy = f"set training.warmup_steps to at most {total_steps}, or train for more steps"
             longer = f"a warmup of {counted(self._warmup, 'step')} is longer than the run of {total_steps:,}"
             raise RecipeError([f"training.warmup_steps: {longer}; {remedy}"])
-        self._factor = _shape(training, self._warmup, total_steps)
+        # transformers' factor of each step, 1 at the highest rate.
+        carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+        try:
+            scheduler = get_scheduler(
+                training.lr_scheduler_type,
+                carrier,
+                num_warmup_steps=self._warmup,
+                # Given both, transformers takes the stable steps and warns.
+                num_training_steps=None if "num_stable_steps" in training.lr_scheduler_kwargs else total_steps,
+                scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
+            )
+        except (TypeError, ValueError) as error:
+            place = "training.lr_scheduler_kwargs"
+            raise RecipeError(
+                [f"{place}: {training.lr_scheduler_type} refuses these: {error}; correct them"]
+            ) from error
+        assert isinstance(scheduler, LambdaLR)
+        factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+        self._factor = factor
         self._refuse_idle_ends(training, total_steps)
 
     def rate(self, step: int) -> float:
@@ -243,23 +261,3 @@ class Schedule:
             problem = f"the rate of steps {first:,} to {until:,} of {total_steps:,} is 0"
         remedy = "correct training.lr_scheduler_kwargs or training.learning_rate, or train for another number of steps"
         raise RecipeError([f"training.lr_scheduler_type: {training.lr_scheduler_type}: {problem}; {remedy}"])
-
-
-def _shape(training: Training, warmup: int, total_steps: int) -> Callable[[int], float]:
-    """transformers' factor of each step, 1 at the highest rate."""
-    carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
-    try:
-        scheduler = get_scheduler(
-            training.lr_scheduler_type,
-            carrier,
-            num_warmup_steps=warmup,
-            # Given both, transformers takes the stable steps and warns.
-            num_training_steps=None if "num_stable_steps" in training.lr_scheduler_kwargs else total_steps,
-            scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
-        )
-    except (TypeError, ValueError) as error:
-        place = "training.lr_scheduler_kwargs"
-        raise RecipeError([f"{place}: {training.lr_scheduler_type} refuses these: {error}; correct them"]) from error
-    assert isinstance(scheduler, LambdaLR)
-    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
-    return factor

@@ -142,6 +142,14 @@ def _values_of_single(run: ReportedRun) -> dict[str, Any]:
     missing, wins = facts.missing(), _wins_and_losses(run)
     shown = {row["prompt"] for _, rows in wins for row in rows}
     prompts = [(prompt, lines) for prompt, lines in _first_prompts(run) if prompt not in shown]
+    # The receipt's values by their section, without those that say nothing.
+    receipt = {key: value for key, value in run.facts.receipt.items() if key != "memory"}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for path, value in leaves(receipt, lists="none"):
+        if value in (None, "", {}, []):
+            continue
+        group = str(path[0]) if len(path) > 1 else "the run"
+        groups.setdefault(group, []).append((dotted(path[1:] or path), _cell(value)))
     return {
         "title": f"Run {run.name}",
         "lead": lead,
@@ -149,7 +157,7 @@ def _values_of_single(run: ReportedRun) -> dict[str, Any]:
         "missing": [*([missing] if missing else []), *_warnings(run)],
         "process": process,
         "answers": [("", prompts)] if prompts else [],
-        "receipt": _receipt(run),
+        "receipt": dict(sorted(groups.items(), key=lambda pair: pair[0] != "the run")),
         "told": _told(run),
         "scores": score_rows(facts),
         "wins": wins,
@@ -252,18 +260,6 @@ def _wins_and_losses(run: ReportedRun) -> list[tuple[str, list[Any]]]:
             (better if tuned > base else worse).append(row)
     groups = [(f"Higher {metric} than before", better), (f"Lower {metric} than before", worse)]
     return [(f"{name}: {counted(len(rows), 'answer')}", rows[:PAGE_WINS]) for name, rows in groups if rows]
-
-
-def _receipt(run: ReportedRun) -> dict[str, list[tuple[str, str]]]:
-    """The receipt's values by their section, without those that say nothing."""
-    receipt = {key: value for key, value in run.facts.receipt.items() if key != "memory"}
-    groups: dict[str, list[tuple[str, str]]] = {}
-    for path, value in leaves(receipt, lists="none"):
-        if value in (None, "", {}, []):
-            continue
-        group = str(path[0]) if len(path) > 1 else "the run"
-        groups.setdefault(group, []).append((dotted(path[1:] or path), _cell(value)))
-    return dict(sorted(groups.items(), key=lambda pair: pair[0] != "the run"))
 
 
 def _cell(value: Any) -> str:

@@ -25,7 +25,6 @@ from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.adapter_config import WEIGHTS
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.run_folder.background import Saves
-from finetune.run_folder.base_parts import add_untrained, buffers_of_base, save_tokenizer, write_model_settings
 from finetune.run_folder.checkpoint import (
     Checkpoint,
     act_on_every_rank,
@@ -266,6 +265,8 @@ def export_adapter(
             weight file's metadata, where readers of adapters look for nothing.
         settings: generation_config.json for engines that answer with the adapter; None: the base's holds.
     """
+    from finetune.run_folder.base_parts import save_tokenizer
+
     config = model.peft_config["default"]
     config.base_model_name_or_path, config.revision = base, rests_on.get("commit")
     whole_names = names_in_whole(decoder_parts(model))
@@ -310,6 +311,7 @@ def export_model(
         section: The base, whose spelling of all settings stays, and whose untrained tensors are copied; None: the
             library's spelling.
     """
+    from finetune.run_folder.base_parts import add_untrained, buffers_of_base, save_tokenizer, write_model_settings
 
     def write(folder: Path) -> None:
         buffers = {} if section is None else buffers_of_base(section, model)

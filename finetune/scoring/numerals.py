@@ -122,8 +122,13 @@ def _two_ways(plain: str) -> bool:
     return re.fullmatch(r"[1-9]\d{0,2}[.,]\d{3}", plain) is not None
 
 
-def _decimal(plain: str, mark: str | None) -> Fraction:
-    """A numeral without signs and operators. Raises Unclear."""
+def _value(text: str, piece: regex.Match[str], mark: str | None) -> Fraction:
+    """The number that a piece is. Raises Unclear."""
+    before, after = text[max(0, piece.start() - 40) : piece.start()], text[piece.end() : piece.end() + 40]
+    if len(piece[0]) > LONGEST_NUMERAL or not _PLAIN.fullmatch(piece[0]) or _UNCLEAR_AFTER.match(after):
+        raise Unclear(f"{piece[0][:40]} is no number")
+    # A numeral without signs and operators.
+    plain = piece[0]
     head, tail = plain, ""
     marks = re.findall(r"[.,٫]", plain)
     if _two_ways(plain):
@@ -135,15 +140,7 @@ def _decimal(plain: str, mark: str | None) -> Fraction:
         head, tail = plain[: plain.rindex(marks[-1])], plain[plain.rindex(marks[-1]) + 1 :]
     if not (head.isdigit() or _WESTERN.fullmatch(head) or _INDIAN.fullmatch(head) or (tail and not head)):
         raise Unclear(f"{plain} is no number")
-    return Fraction(f"{re.sub(r'[^0-9]', '', head) or 0}.{tail or 0}")
-
-
-def _value(text: str, piece: regex.Match[str], mark: str | None) -> Fraction:
-    """The number that a piece is. Raises Unclear."""
-    before, after = text[max(0, piece.start() - 40) : piece.start()], text[piece.end() : piece.end() + 40]
-    if len(piece[0]) > LONGEST_NUMERAL or not _PLAIN.fullmatch(piece[0]) or _UNCLEAR_AFTER.match(after):
-        raise Unclear(f"{piece[0][:40]} is no number")
-    value = _decimal(piece[0], mark)
+    value = Fraction(f"{re.sub(r'[^0-9]', '', head) or 0}.{tail or 0}")
     signs = _BEFORE.search(before)
     assert signs is not None
     sign, left = signs["sign"], before[: signs.start()]

@@ -58,7 +58,19 @@ def opened(job: dict[str, Any], seconds: float) -> sqlite3.Connection:
     memory.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_VALUE_BYTES)
     memory.text_factory = lambda value: value.decode("utf-8", "surrogateescape")
     if job["file"] is not None:
-        memory.deserialize(database_bytes(job["file"]))
+        # A database file's bytes.
+        path = job["file"]
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError("is no regular file")
+            if os.fstat(descriptor).st_size > MOST_DATABASE_BYTES:
+                raise ValueError(f"is larger than {MOST_DATABASE_BYTES / 2**20:,.0f} MiB")
+            content = bytearray(file.read(MOST_DATABASE_BYTES))
+        if os.path.exists(path + "-wal") and os.path.getsize(path + "-wal"):
+            raise ValueError("has changes in a -wal file beside it; run: PRAGMA wal_checkpoint(TRUNCATE)")
+        content[18:20] = b"\1\1"  # a journal of its own, not a -wal file, which a database in memory cannot have
+        memory.deserialize(bytes(content))
     memory.set_authorizer(authorize_setup)
     end = time.monotonic() + 5 * seconds
     memory.set_progress_handler(lambda: int(time.monotonic() > end), STEPS_BETWEEN_CHECKS)
@@ -67,21 +79,6 @@ def opened(job: dict[str, Any], seconds: float) -> sqlite3.Connection:
     memory.commit()
     memory.execute("select count(*) from sqlite_schema").fetchall()  # a damaged file fails here
     return memory
-
-
-def database_bytes(path: str) -> bytes:
-    """A database file's bytes. Raises OSError or ValueError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("is no regular file")
-        if os.fstat(descriptor).st_size > MOST_DATABASE_BYTES:
-            raise ValueError(f"is larger than {MOST_DATABASE_BYTES / 2**20:,.0f} MiB")
-        content = bytearray(file.read(MOST_DATABASE_BYTES))
-    if os.path.exists(path + "-wal") and os.path.getsize(path + "-wal"):
-        raise ValueError("has changes in a -wal file beside it; run: PRAGMA wal_checkpoint(TRUNCATE)")
-    content[18:20] = b"\1\1"  # a journal of its own, not a -wal file, which a database in memory cannot have
-    return bytes(content)
 
 
 def rows_of(database: sqlite3.Connection, query: str, seconds: float) -> list[tuple[Any, ...]]:

@@ -89,7 +89,7 @@ def take_over(
 ) -> Mirror | None:
     """Own the run on the storage, and bring its newest checkpoint into the run folder if that has none as new.
 
-    Returns the mirror; None if the recipe names no storage. Only rank 0 calls it, before `claim_run_folder`.
+    Returns the mirror; None if the recipe names no storage. Only rank 0 calls it, with the run folder locked.
 
     Raises FinetuneError: another run, or another process's, is there; a damaged one; the storage cannot be used.
     """

@@ -22,9 +22,9 @@ from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.tokens.encoder import SamplePrompt
+from finetune.training.agreement import Agreed
 from finetune.training.loop import evaluate_run
 from finetune.training.run import Run
-from finetune.training.start import Start
 from finetune.wording import counted
 
 
@@ -42,9 +42,9 @@ class Questions:
         return len(self.batches) * self.max_new_tokens
 
 
-def look_before(start: Start, run: Run, parts: Assembled, kernel: FlashKernel) -> None:
+def look_before(agreed: Agreed, run: Run, parts: Assembled, kernel: FlashKernel) -> None:
     """Answers and held-out loss before training. The loss uses the steps' kernel."""
-    write_samples(start, run, parts, when="before", step=0)
+    write_samples(agreed, run, parts, when="before", step=0)
     if run.eval_rows is not None:
         with kernel.active():
             losses = evaluate_run(run)
@@ -55,21 +55,23 @@ def look_before(start: Start, run: Run, parts: Assembled, kernel: FlashKernel) -
         run.scorer.score(0)
 
 
-def write_samples(start: Start, run: Run, parts: Assembled, *, when: str, step: int) -> None:
+def write_samples(agreed: Agreed, run: Run, parts: Assembled, *, when: str, step: int) -> None:
     """Rank 0 writes the answers; where weights are sharded or in stages, every rank takes part in computing them."""
     pipeline = parts.pipeline
-    joined = start.strategy.shards_parameters or pipeline is not None
-    if not start.prepared.prompts or not (start.launch.is_main or joined):
+    joined = agreed.strategy.shards_parameters or pipeline is not None
+    if not agreed.prepared.prompts or not (agreed.launch.is_main or joined):
         return
-    synced = joined and start.launch.world_size > 1
-    shared = may_share_a_batch(start.probed)
+    synced = joined and agreed.launch.world_size > 1
+    shared = may_share_a_batch(agreed.probed)
     model, device = parts.unwrapped_model, run.parts.accelerator.device
     most = BATCH_TOKENS
     if pipeline is None:
         from finetune.generation.held_out import tokens_that_fit
 
         most = tokens_that_fit(model, device, all_ranks() if synced else Ranks())
-    questions = questions_of(start, shared=holds_on_all(run.parts.accelerator, shared) if synced else shared, most=most)
+    questions = questions_of(
+        agreed, shared=holds_on_all(run.parts.accelerator, shared) if synced else shared, most=most
+    )
     if pipeline is not None and pipeline.place.copy:
         return
     if joined:
@@ -81,21 +83,21 @@ def write_samples(start: Start, run: Run, parts: Assembled, *, when: str, step: 
 
     with run.parts.weights.cast():
         if pipeline is None:
-            answers = list(samples(model, start.tokenizer, questions, device, show, synced=synced))
+            answers = list(samples(model, agreed.tokenizer, questions, device, show, synced=synced))
         else:
             with pipeline.answering(model):
-                answers = list(samples(model, start.tokenizer, questions, device, show, synced=False, cached=False))
+                answers = list(samples(model, agreed.tokenizer, questions, device, show, synced=False, cached=False))
     run.output.write_samples({"when": when, "step": step} | answer for answer in answers)
 
 
-def questions_of(start: Start, *, shared: bool, most: int) -> Questions:
+def questions_of(agreed: Agreed, *, shared: bool, most: int) -> Questions:
     """How a run asks its prompts: `shared` ones in batches with `most` tokens, or as many as a micro-batch of training;
     else each by itself.
 
     The same on every rank.
     """
-    recipe, prompts = start.recipe, start.prepared.prompts
-    sharded = start.strategy.shards_parameters or start.strategy.schedule is not None
+    recipe, prompts = agreed.recipe, agreed.prepared.prompts
+    sharded = agreed.strategy.shards_parameters or agreed.strategy.schedule is not None
     length = recipe.samples.length(max(prompt.reference_tokens for prompt in prompts), sharded=sharded)
     most = max(most, recipe.training.rows_at_once * recipe.data.max_length)
     lengths = [len(prompt.prompt_ids) for prompt in prompts]

@@ -344,9 +344,11 @@ def _evaluate(case: Mapping[str, Any], folder: Path) -> None:
 def _resume(case: Mapping[str, Any], folder: Path) -> None:
     """Claim the run's folder as a start does, and print where it would go on."""
     from finetune.run_folder.checkpoint import read_checkpoint
-    from finetune.run_folder.folder import RunIdentity, claim_run_folder
+    from finetune.run_folder.folder import RunIdentity, claim_run_folder, lock_run_folder
 
-    claim = claim_run_folder(folder / "run", resume="auto", identity=RunIdentity({"a": 1}), command="c", wait_seconds=0)
+    claim = claim_run_folder(
+        lock_run_folder(folder / "run", wait_seconds=0), resume="auto", identity=RunIdentity({"a": 1}), command="c"
+    )
     try:
         print(*claim.notes, claim.status, claim.checkpoint.step if claim.checkpoint else "no checkpoint", sep="\n")
         if claim.checkpoint:
