@@ -17,9 +17,9 @@ from torch import Tensor
 from finetune.architecture import loss
 from finetune.architecture.attention import AMPERE
 from finetune.errors import EnvironmentMismatch
+from finetune.library_errors import with_cause
 from finetune.recipe.schema import Recipe
 from finetune.trial_limit import limited
-from finetune.wording import error_in_one_line
 
 # By default inductor keeps what several others read in memory: float32 logits, 262 MB a chunk.
 NOTHING_KEPT = {"realize_opcount_threshold": 1 << 20, "realize_reads_threshold": 1 << 20}
@@ -76,7 +76,7 @@ def use_loss_kernel(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-        problem = error_in_one_line(error)
+        problem = with_cause(error)
     if problem is None:
         loss.ONE_KERNEL[device.type] = compute
     elif recipe.training.compile is True:
