@@ -26,7 +26,7 @@ NOTHING_KEPT = {"realize_opcount_threshold": 1 << 20, "realize_reads_threshold":
 TRIAL_ROWS = 32
 
 
-def loss_and_slope(product: Tensor, target: Tensor, inner: float) -> Tensor:
+def loss_in_one_kernel(product: Tensor, target: Tensor, inner: float) -> Tensor:
     """Each token's loss, float32 [chunk, 1]; its slope overwrites the product.
 
     Args:
@@ -44,9 +44,9 @@ def loss_and_slope(product: Tensor, target: Tensor, inner: float) -> Tensor:
 
 
 def compiled_loss(backend: Any = "inductor") -> Any:
-    """`loss_and_slope` compiled, one graph for any number of tokens from two on."""
+    """`loss_in_one_kernel` compiled, one graph for any number of tokens from two on."""
     options: Any = NOTHING_KEPT if backend == "inductor" else None
-    compiled = torch.compile(loss_and_slope, backend=backend, fullgraph=True, options=options)
+    compiled = torch.compile(loss_in_one_kernel, backend=backend, fullgraph=True, options=options)
 
     def compute(product: Tensor, target: Tensor, inner: float) -> Tensor:
         product = product.data  # of a view torch.compile would make a graph for each size of the tensor behind it
