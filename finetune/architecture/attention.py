@@ -135,7 +135,10 @@ def varlen_attention(
     elif not_by_flash or _computed_in(query) == torch.float32 or not has_flash(query.device) or _Kernel.left_off:
         output = _by_document(query, key, value, asked)
     else:
-        starts = cu_seq_lens if lengths == document_lengths else _starts(lengths, query.device)
+        starts = cu_seq_lens
+        if lengths != document_lengths:
+            starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            starts = starts.to(query.device, non_blocking=True)
         # What autocast would make of them: it knows torch's own attention, and not this one. Between float32 weights
         # RoPE makes queries and keys float32, and the kernel takes none.
         q, k, v = (x.to(_computed_in(x)) for x in (query, key, value))
@@ -209,11 +212,6 @@ def _in_chunks(lengths: tuple[int, ...], chunk: int | None) -> tuple[int, ...]:
     if chunk is None:
         return lengths
     return tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
-
-
-def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return ends.to(device, non_blocking=True)
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> Tensor:

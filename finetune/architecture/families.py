@@ -14,7 +14,7 @@ from finetune.architecture.by_document import Mixer, run_by_document
 from finetune.architecture.loss import AS_IT_IS, LogitTransform, put_loss_into_forward
 from finetune.architecture.operations import Unsuitable
 from finetune.architecture.rotary import rotate_by_document
-from finetune.architecture.router_loss import RouterLoss
+from finetune.architecture.router_loss import RouterLoss, keep_routers_from_autocast
 from finetune.architecture.trial import (
     TRIED,
     check_documents_isolated,
@@ -49,10 +49,13 @@ class Computed:
     router: RouterLoss | None = None
 
     def taught_to(self, model: PreTrainedModel) -> None:
-        """Put the summed loss into the model's forward, and make its mixers and rotations respect documents."""
+        """Put the summed loss into the model's forward. Its mixers and rotations respect documents then, and routers
+        keep their number format.
+        """
         put_loss_into_forward(model, self.logits, self.router)
         run_by_document(model, self.mixers)
         rotate_by_document(model)
+        keep_routers_from_autocast(model, model.config.get_text_config().to_dict())
 
 
 def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> Computed:

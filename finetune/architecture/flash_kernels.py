@@ -5,9 +5,10 @@ Query heads that share keys and values need no copies of them, if the kernel's r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.attention import (
 )
 
 from finetune.architecture.attention import has_flash, kernel_left_off
+from finetune.architecture.guard import compare_computations
 from finetune.architecture.varlen_kernel import (
     SHARED_KEYS,
     attend_on_cuda,
@@ -30,16 +32,12 @@ from finetune.recipe.sections.model import FlashAttention
 from finetune.trial_limit import limited
 from finetune.wording import error_in_one_line
 
-# Relative, of the norms. Two right kernels in bfloat16, with 8 bits of mantissa, differ by some thousandths; a window
-# that is one token too wide, of TRIAL_WINDOW, by a sixth.
-LARGEST_DIFFERENCE = 0.02
 # Of the documents that are tried: one of more than two blocks of any kernel, one of a single token, one in between.
 TRIAL_ENDS = 0, 300, 301, 512
 TRIAL_LONGEST = 512  # that none exceeds: compiled layers are told the next power of two
-TRIAL_WINDOW = 64
+TRIAL_WINDOW = 64  # one that is a token too wide changes the output by a sixth
 # Four query heads share two key heads: plain, and with the two extras that layers ask for, a window and sinks.
 HEADS, KEY_HEADS, WIDTH = 4, 2, 64
-CASES = (None, False), (TRIAL_WINDOW, True)
 # Compute capabilities of torch's other kernels (torch/nn/attention/_fa3.py and _fa4.py), and their widest head here:
 # FA4's backward for heads of 256 was wrong on some activations alone, which no trial finds (TransformerEngine#3216).
 CAPABILITIES: dict[FlashAttention, tuple[int, ...]] = {"FA3": (9,), "FA4": (9, 10)}
@@ -130,12 +128,9 @@ def try_other_kernel(
         return f"heads are {head_width or 'of unknown width'}, wider than {WIDEST_HEAD}"
     if not has_flash(device):
         return "torch's flash attention does not run here"
-    problem: str | None = None
     try:
         with limited(f"model.flash_attention: {name}", "model.flash_attention: null"):
-            expected = _results(None, False, device, dtype)
-            activate_flash_attention_impl(name)
-            problem = _difference(expected, _results(None, False, device, dtype))
+            problem = _difference(partial(activate_flash_attention_impl, name), _use_torchs_own, False, device, dtype)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the package is missing, or whatever a kernel raises
@@ -158,55 +153,41 @@ def try_shared_keys(device: torch.device, dtype: torch.dtype) -> str | None:
     """
     if shares_by_parameter() or not has_flash(device) or SHARED_KEYS.get(device.type):
         return None
-    trial = limited("model.attention: torch's kernel", "model.attention: eager and data.packing: false")
+    share, copy = (partial(SHARED_KEYS.__setitem__, device.type, shared) for shared in (True, False))
     try:
-        with trial:
-            with _sharing(device.type, False):
-                expected = [_results(window, sinks, device, dtype) for window, sinks in CASES]
-            with _sharing(device.type, True):
-                found = [_results(window, sinks, device, dtype) for window, sinks in CASES]
+        with limited("model.attention: torch's kernel", "model.attention: eager and data.packing: false"):
+            problem = _difference(share, copy, False, device, dtype) or _difference(share, copy, True, device, dtype)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a kernel raises that was built for another torch, or another GPU
-        return f"does not run here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    for (window, sinks), expects, finds in zip(CASES, expected, found, strict=True):
-        if problem := _difference(expects, finds):
-            return f"{problem}, with window {window} and sinks {sinks}"
-    SHARED_KEYS[device.type] = True
-    return None
+        problem = f"does not run here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    SHARED_KEYS[device.type] = problem is None
+    return problem
 
 
-def _difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
-    """The first result that differs too much, in words."""
-    for name, numbers in expected.items():
-        difference = float((found[name] - numbers).norm() / numbers.norm())
-        if not difference <= LARGEST_DIFFERENCE:  # NaN too
-            return f"computes another {name}, by {difference:.2%}"
-    return None
+def _difference(
+    switch: Callable[[], Any], switch_back: Callable[[], Any], extras: bool, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """The result that differs most after `switch` from that after `switch_back`, if it differs too much, in words.
 
-
-@contextmanager
-def _sharing(kind: str, shared: bool) -> Iterator[None]:
-    before, SHARED_KEYS[kind] = SHARED_KEYS.get(kind, False), shared
-    try:
-        yield
-    finally:
-        SHARED_KEYS[kind] = before
-
-
-def _results(window: int | None, sinks: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and gradients of the documents that are tried, in float32."""
+    Args:
+        extras: With a window and sinks.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator).to(device, dtype)
+        return torch.randn(sizes, generator=generator).to(device, dtype).requires_grad_()
 
-    heads = {"query": HEADS, "key": KEY_HEADS, "value": KEY_HEADS}
-    given = {name: drawn(1, count, TRIAL_ENDS[-1], WIDTH) for name, count in heads.items()}
-    given |= {"sinks": drawn(HEADS)} if sinks else {}
-    leaves = [each.requires_grad_() for each in given.values()]
-    starts = torch.tensor(TRIAL_ENDS, dtype=torch.int32, device=device)
-    output = attend_on_cuda(**given, starts=starts, longest=TRIAL_LONGEST, scale=WIDTH**-0.5, window=window)
-    gradients = torch.autograd.grad(output, leaves, drawn(*output.shape))
-    named = zip(given, gradients, strict=True)
-    return {"output": output.detach().float()} | {f"gradient of {name}": each.float() for name, each in named}
+    query, *others = (drawn(1, count, TRIAL_ENDS[-1], WIDTH) for count in (HEADS, KEY_HEADS, KEY_HEADS))
+    given = dict(zip(("key", "value"), others, strict=True)) | ({"sinks": drawn(HEADS)} if extras else {})
+    starts, window = torch.tensor(TRIAL_ENDS, dtype=torch.int32, device=device), TRIAL_WINDOW if extras else None
+
+    def attend(first: Callable[[], Any], query: Tensor) -> Tensor:
+        first()  # backward runs before the other call
+        return attend_on_cuda(query, **given, starts=starts, longest=TRIAL_LONGEST, scale=WIDTH**-0.5, window=window)
+
+    worst = compare_computations(partial(attend, switch), partial(attend, switch_back), [query], given)
+    if not worst.is_fault:
+        return None
+    with_extras = f", with window {window} and sinks {extras}" if extras else ""
+    return f"computes another {worst.tensor}, by {worst.relative:.2%}{with_extras}"

@@ -127,13 +127,6 @@ def _sums(lost: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.stack([stretch.sum() for stretch in lost.split(list(counts))])
 
 
-def _of_each_token(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """The value of each token's document, [tokens]."""
-    if not counts:
-        return values.new_zeros(0)
-    return torch.cat([value.expand(count) for value, count in zip(values, counts, strict=True)])
-
-
 def chunk_rows(vocabulary: int) -> int:
     """Tokens that the head is applied to at a time: as many tiles as fit CHUNK_BYTES, at least one."""
     return max(1, CHUNK_BYTES // (4 * vocabulary * TILE)) * TILE
@@ -276,7 +269,9 @@ class _ByDocument(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scale = _of_each_token(upstream[0], ctx.counts)
+        scale = upstream[0].new_zeros(0)
+        if ctx.counts:  # the value of each token's document, [tokens]
+            scale = torch.cat([value.expand(count) for value, count in zip(upstream[0], ctx.counts, strict=True)])
         if not ctx.again:
             gradient, supervised = ctx.saved_tensors
             if gradient is not None:
@@ -343,7 +338,7 @@ def _pass(
             product = _linear(part, cast_weight, cast_bias, room_of_product)  # [chunk, vocabulary]
             if rows is not None:
                 rows.put_products(part, product)
-            lost, slope = _loss_and_slope(product, room, target[now], transform, scale=next(scales, None), **options)
+            lost, slope = loss_and_slope(product, room, target[now], transform, scale=next(scales, None), **options)
             loss += lost.sum()
             if by_token:
                 lost_of_chunks.append(lost.squeeze(1))
@@ -469,27 +464,7 @@ def _add_product(total: Tensor, slope: Tensor, part: Tensor) -> None:
         torch.addmm(total, slope.T, part, out_dtype=total.dtype, out=total)
 
 
-def _loss_and_slope(
-    product: Tensor,
-    room: Tensor | None,
-    target: Tensor,
-    transform: LogitTransform,
-    *,
-    all_learned: bool,
-    learn: bool,
-    scale: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """As `loss_and_slope_as_written`, by one kernel where there is one that computes it."""
-    kernel, (tokens, words) = ONE_KERNEL.get(product.device.type), product.shape
-    plain = all_learned and learn and scale is None and transform.outer is None
-    # torch.compile would make a graph of its own for one token.
-    if kernel is None or room is None or not plain or tokens < 2 or words % ALIGNED:
-        options = {"all_learned": all_learned, "learn": learn}
-        return loss_and_slope_as_written(product, room, target, transform, scale=scale, **options)
-    return kernel(product, target, transform.inner), product
-
-
-def loss_and_slope_as_written(
+def loss_and_slope(
     product: Tensor,
     room: Tensor | None,
     target: Tensor,
@@ -505,6 +480,11 @@ def loss_and_slope_as_written(
     product is float32 itself; scale: float32 [chunk], a factor for each token's slope. Loss and gradient share one
     softmax, computed in place.
     """
+    kernel, (tokens, words) = ONE_KERNEL.get(product.device.type), product.shape
+    plain = all_learned and learn and scale is None and transform.outer is None and room is not None
+    # torch.compile would make a graph of its own for one token.
+    if kernel is not None and plain and tokens > 1 and words % ALIGNED == 0:
+        return kernel(product, target, transform.inner), product
     wide = product if room is None else room[: len(product)].copy_(product)
     logits = transform.apply_(wide)  # one more such tensor where there is a cap
     # The log-sum-exp of logits z follows from their softmax p at any token, as z - log p; at the highest, p is not 0.

@@ -14,11 +14,16 @@ weighted by these tokens.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MethodType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from finetune.untrusted.config_sizes import expert_counts
 
 
 @dataclass(frozen=True)
@@ -61,3 +66,39 @@ class RouterLoss:
         rows = lengths.clamp(min=1) * len(router_logits)
         auxiliary = experts * (choices.view(count, experts) * probabilities).sum(1) / rows.square()
         return self.coefficient * (learned * auxiliary).sum()
+
+
+def keep_routers_from_autocast(model: nn.Module, settings: dict[str, Any]) -> None:
+    """Let routers that cast by themselves multiply in their format: float32 in GLM 4.5 and DeepSeek V3.
+
+    Autocast would round their logits to 16 bits. 5 of 1,000 tokens then go to other experts than under FSDP2, ZeRO and
+    on a server, which have no autocast.
+
+    Args:
+        settings: The text part's configuration.
+    """
+    counts = expert_counts(settings)
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        known = isinstance(module, nn.Linear | nn.Embedding) or not isinstance(weight, nn.Parameter)
+        if not known and weight.ndim == 2 and len(weight) in counts and _casts_by_itself(module):
+            module.forward = MethodType(_route, module)
+
+
+def _casts_by_itself(router: nn.Module) -> bool:
+    """Whether it takes hidden states of another format than its weight's, which a product alone does not."""
+    small: Any = copy.copy(router)
+    for name in ("_parameters", "_buffers"):
+        held = {key: value for key, value in getattr(router, name).items() if value is not None}
+        empty = {key: torch.empty(value.shape, dtype=torch.float32, device="meta") for key, value in held.items()}
+        setattr(small, name, getattr(router, name) | empty)
+    try:
+        type(router).forward(small, torch.empty(1, small.weight.shape[1], dtype=torch.bfloat16, device="meta"))
+    except Exception:  # whatever a model's own code raises; torch's is a RuntimeError about the formats
+        return False
+    return True
+
+
+def _route(router: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(hidden.device.type, enabled=False):
+        return type(router).forward(router, hidden, *args, **kwargs)

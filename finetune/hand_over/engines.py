@@ -30,7 +30,6 @@ from finetune.model.build import configuration
 from finetune.model.text_part import auto_class
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import GENERATION
-from finetune.tokens.conversation import Conversation
 from finetune.untrusted.config_sizes import MXFP4, stored_format
 from finetune.untrusted.model_folder import ADAPTER_WEIGHTS, look_at_adapter
 from finetune.untrusted.safetensors_header import read_header
@@ -154,8 +153,10 @@ def _for_vllm(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> Han
     if recipe.model.trust_remote_code:
         options.append("--trust-remote-code")
     ask = _curl(name, run, chat=(run.product / TEMPLATE).is_file())
-    if run.conversation.tools:
-        options += _tool_options(run.conversation)
+    if run.conversation.tools:  # else it returns calls as text
+        templates = "".join(run.conversation.templates.values())
+        parser = next((parser for text, parser in CALL_PARSERS.items() if text in templates), "PARSER")
+        options += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
     settings: Mapping[str, Any] = {}
     reason = None
     if recipe.lora is not None:
@@ -227,13 +228,6 @@ def _link_files(source: Path, target: Path) -> None:
 # A text in a chat template -> vLLM's parser for the calls that it writes. The first one counts.
 CALL_PARSERS = {"<function=": "qwen3_coder", "<arg_key>": "glm45", "<tool_call>": "hermes", "[TOOL_CALLS]": "mistral",
                 "ipython": "llama3_json"}  # fmt: skip
-
-
-def _tool_options(conversation: Conversation) -> list[str]:
-    """vLLM's options, without which it returns calls as text."""
-    templates = "".join(conversation.templates.values())
-    parser = next((parser for text, parser in CALL_PARSERS.items() if text in templates), "PARSER")
-    return ["--enable-auto-tool-choice", "--tool-call-parser", parser]
 
 
 def _curl(model: str, run: FinishedRun, *, chat: bool) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from finetune.errors import FinetuneError
 from finetune.files import disk_errors, write_json
-from finetune.hand_over.parameter_deltas import PackedParameters, ParameterDeltas, adapted_parameters
+from finetune.hand_over.parameter_deltas import FileTensors, adapted_parameters, packed_parameters, parameter_deltas
 from finetune.hand_over.weight_files import (
     INDEX,
     SINGLE,
@@ -61,8 +61,8 @@ class Merge:
     tied: bool  # the base's head is its embeddings
     two_in_files: bool  # the files hold two matrices, although config.json ties them
     device: torch.device
-    deltas: ParameterDeltas  # for parameters that are not a layer's weight
-    packed: PackedParameters  # experts that training had quantised
+    deltas: FileTensors  # for parameters that are not a layer's weight
+    packed: FileTensors  # experts that training had quantised
     names: WholeNames  # the trained model's names in the whole model
     untrained: Collection[str] = ()  # tensors that transformers does not load, and that keep their bits
 
@@ -177,11 +177,8 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     def in_base(name: str) -> str:
         return whole.in_file(name, base.files)
 
-    def as_trained(name: str) -> Tensor:
-        return base.read(name).to(getattr(torch, recipe.model.dtype))
-
-    deltas = ParameterDeltas(structure, parameters, adapter.settings_of, adapter.read, in_base)
-    packed = PackedParameters(structure, recipe.quantization, as_trained, in_base)
+    deltas = parameter_deltas(structure, parameters.values(), adapter.settings_of, adapter.read, in_base)
+    packed = packed_parameters(structure, recipe, base.read, in_base)
     paths = {base.layer(layer, whole): layer for layer in adapter.layers if layer not in parameters}
     layers = {layer: adapter.layers[path] for layer, path in paths.items()}
     replaced = {whole.in_file(name, base.files): key for name, key in adapter.replaced.items()}

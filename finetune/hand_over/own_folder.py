@@ -19,7 +19,8 @@ OTHER_FOLDER = "name another folder: --to FOLDER"
 
 def write_record(folder: Path, name: str, record: dict[str, Any], *, key: str = "files") -> None:
     """Write an export's record with the list of its files under `key`. Call it last."""
-    write_json(folder / name, record | {key: {path: _known_by(folder / path) for path in _files(folder)}})
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    write_json(folder / name, record | {key: {path: _known_by(folder / path) for path in files}})
 
 
 def refuse_foreign(
@@ -67,10 +68,6 @@ def refuse_foreign(
             raise FinetuneError(
                 f"{folder / place}: was changed after the export, which would be lost; move it, or {remedy}"
             )
-
-
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def _known_by(path: Path) -> str:

@@ -6,9 +6,9 @@ conversion turns an adapter's sum into the files' tensors. It only rearranges nu
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from finetune.errors import FinetuneError
 from finetune.model.adapters import silenced_peft
 from finetune.model.quantization import as_quantized
-from finetune.recipe.schema import Quantization
+from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.lora import ends_of
 
 WRAPPED = ".base_layer"  # peft puts one wrapper around another for each further parameter of a module
@@ -67,28 +67,26 @@ def adapted_parameters(
     return found
 
 
-class PackedParameters:
-    """Experts that training had in 4 bits, dequantised, by the names in the base's files. The last KEPT stay in memory.
+class FileTensors:
+    """Parameters that are computed, by the names of their parts in the base's files. The last KEPT stay in memory.
 
-    A parameter is quantised whole, because its scales are quantised by their mean over all experts.
+    Args:
+        shapes: The parameters, by path.
+        compute: A parameter's numbers, by path.
+        file_name: A name in the files.
     """
 
     def __init__(
         self,
         structure: PreTrainedModel,
-        quantization: Quantization | None,
-        read: Callable[[str], Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        compute: Callable[[str], Tensor],
         file_name: Callable[[str], str],
     ) -> None:
-        self._structure, self._quantization, self._read, self._file_name = structure, quantization, read, file_name
-        self._kept: OrderedDict[str, Mapping[str, Tensor]] = OrderedDict()
-        shapes = {path: getattr(module, "finetune_experts", None) for path, module in structure.named_modules()}
-        self._shapes = {path: shape for path, shape in shapes.items() if shape is not None}
-        self._owner = {
-            name: path
-            for path, shape in self._shapes.items()
-            for name in in_files(structure, path, torch.empty(shape, device="meta"), file_name)
-        }
+        self._structure, self._file_name = structure, file_name
+        self._computed = lru_cache(KEPT)(lambda path: self.parts(path, compute(path)))
+        empty = {path: torch.empty(shape, device="meta") for path, shape in shapes.items()}
+        self._owner = {name: path for path, tensor in empty.items() for name in self.parts(path, tensor)}
 
     @property
     def names(self) -> set[str]:
@@ -96,88 +94,73 @@ class PackedParameters:
         return set(self._owner)
 
     def of(self, name: str) -> Tensor:
-        """This tensor's numbers after quantisation."""
-        path = self._owner[name]
-        if path not in self._kept:
-            parts = {each: self._read(each) for each, owner in self._owner.items() if owner == path}
-            whole = torch.empty(self._shapes[path], dtype=next(iter(parts.values())).dtype)
-            places = in_files(self._structure, path, whole, self._file_name)
-            for each, part in parts.items():
-                places[each].copy_(part)  # a view, which its next line proves
-                assert places[each].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), each
-            assert self._quantization is not None
-            rounded = as_quantized(whole.flatten(0, 1), self._quantization).view(whole.shape)
-            self._kept[path] = in_files(self._structure, path, rounded, self._file_name)
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[path][name]
+        """This tensor's numbers."""
+        return self._computed(self._owner[name])[name]
+
+    def parts(self, path: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        """A parameter's tensors as the base's files have them."""
+        with torch.no_grad():
+            converted: Mapping[str, Tensor] = revert_weight_conversion(self._structure, {path: tensor})
+        return {self._file_name(name): part for name, part in converted.items()}
 
 
-def in_files(
-    structure: PreTrainedModel, path: str, tensor: Tensor, file_name: Callable[[str], str]
-) -> Mapping[str, Tensor]:
-    """A parameter's tensors as the base's files have them."""
-    with torch.no_grad():
-        converted: Mapping[str, Tensor] = revert_weight_conversion(structure, {path: tensor})
-    return {file_name(name): part for name, part in converted.items()}
+def packed_parameters(
+    structure: PreTrainedModel, recipe: Recipe, read: Callable[[str], Tensor], file_name: Callable[[str], str]
+) -> FileTensors:
+    """Experts that training had in 4 bits, dequantised.
+
+    A parameter is quantised whole, because its scales are quantised by their mean over all experts.
+    """
+    modules: dict[str, Any] = dict(structure.named_modules())
+    shapes = {path: module.finetune_experts for path, module in modules.items() if hasattr(module, "finetune_experts")}
+
+    def rounded(path: str) -> Tensor:
+        whole = torch.empty(shapes[path], dtype=getattr(torch, recipe.model.dtype))
+        for name, part in tensors.parts(path, whole).items():
+            part.copy_(read(name))  # a view, which the next line proves
+            assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), name
+        assert recipe.quantization is not None
+        return as_quantized(whole.flatten(0, 1), recipe.quantization).view(whole.shape)
+
+    tensors = FileTensors(structure, shapes, rounded, file_name)
+    return tensors
 
 
-class ParameterDeltas:
-    """The sums that an adapter adds to parameters, by the names in the base's files. The last KEPT stay in memory."""
+def parameter_deltas(
+    structure: PreTrainedModel,
+    parameters: Iterable[AdaptedParameter],
+    settings_of: Callable[[str], Mapping[str, Any]],
+    read: Callable[[str], Tensor],
+    file_name: Callable[[str], str],
+) -> FileTensors:
+    """The sums that an adapter adds to parameters, float32."""
+    adapted = {parameter.path: parameter for parameter in parameters}
 
-    def __init__(
-        self,
-        structure: PreTrainedModel,
-        parameters: Mapping[str, AdaptedParameter],
-        settings_of: Callable[[str], Mapping[str, Any]],
-        read: Callable[[str], Tensor],
-        file_name: Callable[[str], str],
-    ) -> None:
-        self._structure, self._settings_of, self._read = structure, settings_of, read
-        self._file_name = file_name
-        self._kept: OrderedDict[str, Mapping[str, Tensor]] = OrderedDict()
-        self._owner: dict[str, AdaptedParameter] = {}
-        for parameter in parameters.values():
-            empty = torch.empty(parameter.shape, device="meta")
-            self._owner |= dict.fromkeys(self._in_files(parameter, empty), parameter)
+    def delta(path: str) -> Tensor:
+        return _delta(adapted[path], settings_of(path), read)
 
-    @property
-    def names(self) -> set[str]:
-        """The tensors in the base's files that change."""
-        return set(self._owner)
+    return FileTensors(structure, {path: parameter.shape for path, parameter in adapted.items()}, delta, file_name)
 
-    def of(self, name: str) -> Tensor:
-        """This tensor's sum, float32."""
-        parameter = self._owner[name]
-        if parameter.path not in self._kept:
-            self._kept[parameter.path] = self._in_files(parameter, self._delta(parameter))
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[parameter.path][name]
 
-    def _in_files(self, parameter: AdaptedParameter, tensor: Tensor) -> Mapping[str, Tensor]:
-        return in_files(self._structure, parameter.path, tensor, self._file_name)
-
-    def _delta(self, parameter: AdaptedParameter) -> Tensor:
-        """The parameter's sum, by peft's own merging into zeros with the parameter's shape."""
-        holder, owner = nn.Module(), nn.Module()
-        owner.register_parameter("held", nn.Parameter(torch.zeros(parameter.shape), requires_grad=False))
-        owner.is_transposed = parameter.transposed  # type: ignore[assignment]  # peft asks for it
-        holder.owner = owner
-        settings = dict(self._settings_of(parameter.path))
-        config = LoraConfig(target_modules=[], target_parameters=["owner.held"], **settings)
-        with silenced_peft():
-            adapted: Any = get_peft_model(holder, config)
-        state = {f"base_model.model.owner.lora_{name}": self._read(key) for name, key in parameter.keys.items()}
-        try:
-            result: Any = set_peft_model_state_dict(adapted, state)
-        except (RuntimeError, KeyError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise FinetuneError(
-                f"{parameter.path}: the adapter does not fit this base: {reason}; name its own base"
-            ) from error
-        assert not result.unexpected_keys, result.unexpected_keys
-        delta: Tensor = adapted.merge_and_unload().owner.held.detach()
-        if not delta.isfinite().all():
-            raise FinetuneError(f"{parameter.path}: the adapter's numbers are not finite; nothing is merged")
-        return delta
+def _delta(parameter: AdaptedParameter, settings: Mapping[str, Any], read: Callable[[str], Tensor]) -> Tensor:
+    """The parameter's sum, by peft's own merging into zeros with the parameter's shape."""
+    holder, owner = nn.Module(), nn.Module()
+    owner.register_parameter("held", nn.Parameter(torch.zeros(parameter.shape), requires_grad=False))
+    owner.is_transposed = parameter.transposed  # type: ignore[assignment]  # peft asks for it
+    holder.owner = owner
+    config = LoraConfig(target_modules=[], target_parameters=["owner.held"], **settings)
+    with silenced_peft():
+        adapted: Any = get_peft_model(holder, config)
+    state = {f"base_model.model.owner.lora_{name}": read(key) for name, key in parameter.keys.items()}
+    try:
+        result: Any = set_peft_model_state_dict(adapted, state)
+    except (RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise FinetuneError(
+            f"{parameter.path}: the adapter does not fit this base: {reason}; name its own base"
+        ) from error
+    assert not result.unexpected_keys, result.unexpected_keys
+    delta: Tensor = adapted.merge_and_unload().owner.held.detach()
+    if not delta.isfinite().all():
+        raise FinetuneError(f"{parameter.path}: the adapter's numbers are not finite; nothing is merged")
+    return delta

@@ -31,8 +31,9 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
     """`finetune.importers.convert`."""
     values = _values_in(file)
     refuse_torchtune(file, values)
-    if hint := _other_file(values):
-        raise RecipeError([f"{file}: {hint}"])
+    others = (words for keys, words in _OTHER_FILES if keys <= values.keys())
+    if tool_of(values) is None and (words := next(others, None)):  # a file that no tool reads as its configuration
+        raise RecipeError([f"{file}: is {words}"])
     tool = tool or tool_of(values)
     if tool is None and "model" in values and "data" in values:
         command = shlex.join(["finetune", "check", str(file)])
@@ -85,13 +86,6 @@ _OTHER_FILES = (
     ({"architectures"}, "a model's config.json; name its folder as model.name_or_path in a recipe"),
     ({"nbformat"}, "a notebook; write its arguments as YAML: model_name_or_path, dataset_name and the others"),
 )  # fmt: skip
-
-
-def _other_file(values: dict[str, Any]) -> str | None:
-    """What a file is that no tool reads as its configuration, and the remedy; None for any other page."""
-    if tool_of(values) is not None:
-        return None
-    return next((f"is {words}" for keys, words in _OTHER_FILES if keys <= values.keys()), None)
 
 
 def _values_in(file: Path) -> dict[str, Any]:

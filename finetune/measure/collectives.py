@@ -99,7 +99,8 @@ class Traffic:
         try:
             call = self._calls[operation]
         except KeyError:
-            call = self._calls[operation] = _call_of(operation)
+            namespace, _, name = str(operation).partition(".")
+            call = self._calls[operation] = CALLS.get(namespace, {}).get(name.partition(".")[0])  # None: no collective
         if call is not None:
             self._count(call, args)
 
@@ -120,12 +121,6 @@ class Traffic:
             to_one = call.collective == "send"  # all of the tensor goes to one other rank
             stats.ring_bytes += full if to_one else WEIGHT[call.collective] * full * (ranks - 1) // ranks
             stats.textbook_bytes += WEIGHT[call.collective] * full
-
-
-def _call_of(operation: Any) -> _Call | None:
-    """How to read its arguments; None for an operation that is not a collective."""
-    namespace, _, name = str(operation).partition(".")
-    return CALLS.get(namespace, {}).get(name.partition(".")[0])
 
 
 def _bytes(values: Any) -> int:

@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
+from finetune.model.quantization import is_packed
 from finetune.recipe.schema import Lora
 from finetune.recipe.sections.lora import ends_of, without_adapters
 from finetune.untrusted.config_sizes import expert_counts
@@ -59,7 +60,12 @@ def resolve_targets(model: PreTrainedModel, lora: Lora) -> Targets:
     parameters = lora.target_parameters or []
     if lora.target_parameters != []:
         plain = [f"{path}.weight" for path in layers if path in renamed]
-        _refuse_without_adapters(lora, [path for path in plain if not is_packed(layers[path.removesuffix(".weight")])])
+        by_parameter = [path for path in plain if not is_packed(layers[path.removesuffix(".weight")])]
+        if by_parameter and (setting := next(iter(without_adapters(lora)), None)):
+            raise FinetuneError(
+                f"lora.{setting[0]}: is {setting[1]}, which peft does not offer for the parameters that all-linear "
+                f"reaches here, {', '.join(by_parameter)}; remove it, or leave them out: lora.target_parameters: []"
+            )
         parameters = [*_shortest(plain, [name for name, _ in model.named_parameters()]), *parameters]
     return Targets([path for path in layers if path not in renamed], parameters)
 
@@ -140,11 +146,6 @@ def is_excluded(lora: Lora, path: str) -> bool:
     return any(re.match(rf"(^|.*\.){name}($|\..*)", path) for name in lora.modules_to_save)
 
 
-def is_packed(module: nn.Module) -> bool:
-    """Whether this is a quantised layer with packed bytes as its weight."""
-    return type(module).__module__.startswith("bitsandbytes.") or hasattr(module, "finetune_experts")
-
-
 def kind_of(path: str) -> str:
     """A path below its layer's number: mlp.experts.down_proj."""
     return re.sub(r".*\.\d+\.(?=\D)", "", path)
@@ -179,8 +180,7 @@ def named_targets(model: PreTrainedModel, lora: Lora, targets: Targets) -> set[s
     if isinstance(targets.modules, str):
         found = {path for path in paths if re.fullmatch(targets.modules, path)}
     else:
-        names = set(targets.modules)
-        found = {path for path in paths if names & set(_ends(path))}
+        found = {path for name in targets.modules for path in ends_of(paths, name)}
     # peft puts its ordinary layer around one that is packed, also where its weight is named.
     packed = {f"{path}.weight": path for path, module in model.named_modules() if is_packed(module)}
     parameters = [path for path, _ in model.named_parameters()]
@@ -197,12 +197,6 @@ def names_near(name: str, others: Iterable[str]) -> str:
     if close:
         return f"the nearest are {', '.join(close)}"
     return f"there are {', '.join(known[:8])}"
-
-
-def _ends(path: str) -> Iterator[str]:
-    """self_attn.q_proj, q_proj: all that a list may call this path."""
-    parts = path.split(".")
-    return (".".join(parts[index:]) for index in range(len(parts)))
 
 
 def _names(lora: Lora) -> Iterator[tuple[str, str, str]]:
@@ -435,16 +429,6 @@ def _shortest(paths: list[str], every: list[str]) -> list[str]:
         own = [path for path in paths if kind_of(path) == kind]
         chosen += [kind] if set(ends_of(every, kind)) == set(own) else own
     return chosen
-
-
-def _refuse_without_adapters(lora: Lora, parameters: list[str]) -> None:
-    settings: Iterator[tuple[str, str]] = without_adapters(lora)
-    if parameters and (found := next(settings, None)):
-        key, value = found
-        raise FinetuneError(
-            f"lora.{key}: is {value}, which peft does not offer for the parameters that all-linear reaches here, "
-            f"{', '.join(parameters)}; remove it, or leave them out: lora.target_parameters: []"
-        )
 
 
 def _is_added(path: str) -> bool:

@@ -25,6 +25,7 @@ from finetune.model.adapter_targets import (
     refuse_unknown_names,
     resolve_targets,
 )
+from finetune.model.quantization import packed_experts
 from finetune.recipe.schema import Lora
 
 
@@ -73,7 +74,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool, new_rows: 
 
 def experts_as_parameters(model: nn.Module) -> AbstractContextManager[None]:
     """Within the block, peft sees packed experts as parameters with their own shapes."""
-    if not any(hasattr(module, "finetune_transposed") for module in model.modules()):
+    if not packed_experts(model):
         return nullcontext()
     from finetune.model.packed_experts import experts_by_shape
 

@@ -6,7 +6,7 @@ adapters.py makes adapters, finished_run.py loads them again, and hand_over/merg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -86,9 +86,12 @@ def build_model(
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         forget_inputs(model)
     adapted: nn.Module = model
-    if recipe.lora is None:
-        _refuse_all_of_a_multimodal(model)
-    else:
+    if recipe.lora is None and language_model_path(model):
+        raise FinetuneError(
+            f"lora: {type(model).__name__} has parts for images, which rows of text do not train, and transformers has "
+            "no class for its text part by itself; train it with adapters: lora: {}"
+        )
+    if recipe.lora is not None:
         from finetune.model.adapters import add_adapters
 
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
@@ -140,14 +143,6 @@ def decoder_parts(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _refuse_all_of_a_multimodal(model: PreTrainedModel) -> None:
-    if language_model_path(model):
-        raise FinetuneError(
-            f"lora: {type(model).__name__} has parts for images, which rows of text do not train, and transformers has "
-            "no class for its text part by itself; train it with adapters: lora: {}"
-        )
-
-
 def load_base(
     recipe: Recipe,
     device: torch.device,
@@ -197,7 +192,12 @@ def load_base(
             model, info = auto_class(config).from_pretrained(
                 folder, revision=section.revision, config=config, **options
             )
-        _refuse_incomplete(name, info)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+            if names := sorted(map(str, info.get(kind) or ())):
+                raise FinetuneError(
+                    f"model.name_or_path: {name}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}; "
+                    "these weights are not those of this architecture"
+                )
         if text_only:
             model = text_alone(model, options.get("quantization_config"))
             model.set_attn_implementation(attention_name(recipe))
@@ -344,13 +344,3 @@ def _structure_not_built(recipe: Recipe, error: Exception, what: str = "configur
 def _weights_not_loaded(recipe: Recipe, name: str, error: Exception) -> FinetuneError:
     named = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": name})})
     return _structure_not_built(named, error, "weights")
-
-
-def _refuse_incomplete(name: str, info: Mapping[str, Any]) -> None:
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        names = sorted(map(str, info.get(kind) or ()))
-        if names:
-            raise FinetuneError(
-                f"model.name_or_path: {name}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}; "
-                "these weights are not those of this architecture"
-            )

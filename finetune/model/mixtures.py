@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import FinetuneError
@@ -23,35 +23,23 @@ def refuse_mixture(recipe: Recipe, strategy: Strategy, config: Mapping[str, Any]
     """
     if recipe.quantization is None or config is None or max(expert_counts(config), default=0) < 2:
         return
-    if problem := next(_problems(recipe, strategy, config), None):
-        raise FinetuneError(problem)
-
-
-def _problems(recipe: Recipe, strategy: Strategy, config: Mapping[str, Any]) -> Iterator[str]:
-    assert recipe.quantization is not None
-    name, kind = recipe.model.name_or_path, config.get("model_type")
+    name, kind, stored = recipe.model.name_or_path, config.get("model_type"), stored_format(config)
+    sharded_by_engine = strategy.uses_engine and strategy.shards_parameters
     if recipe.quantization.load_in_8bit:
-        yield (
-            f"quantization.load_in_8bit: bitsandbytes leaves the experts of {name} in 16 bits; set load_in_4bit: true, "
-            "or quantization: null"
-        )
-    if stored_format(config) == "bitsandbytes":
-        yield (
-            f"model.name_or_path: {name} is a mixture stored in bitsandbytes' 4 bits, of one matrix an expert, which "
-            "transformers no longer joins; name the model in 16 bits"
-        )
-    if kind in NOT_IN_FOUR_BITS:
-        yield (
-            f"quantization.load_in_4bit: the experts of {name} ({kind}) compute in a way that is not known in 4 bits; "
-            "set quantization: null, or choose another model"
-        )
-    if strategy.schedule is not None:
-        yield (
-            f"accelerate_config: {strategy.name}: stages do not split experts in 4 bits; set accelerate_config=fsdp2, "
-            "or quantization: null"
-        )
-    if stored_format(config) == MXFP4 and strategy.uses_engine and strategy.shards_parameters:
-        yield (
-            f"accelerate_config: {strategy.name} does not cut experts in MXFP4; set accelerate_config=fsdp2, or name "
-            "the model in 16 bits"
-        )
+        problem = f"quantization.load_in_8bit: bitsandbytes leaves the experts of {name} in 16 bits"
+        remedy = "set load_in_4bit: true, or quantization: null"
+    elif stored == "bitsandbytes":
+        problem = f"model.name_or_path: {name} is a mixture stored in bitsandbytes' 4 bits, of one matrix an expert"
+        problem, remedy = f"{problem}, which transformers no longer joins", "name the model in 16 bits"
+    elif kind in NOT_IN_FOUR_BITS:
+        known = f"the experts of {name} ({kind}) compute in a way that is not known in 4 bits"
+        problem, remedy = f"quantization.load_in_4bit: {known}", "set quantization: null, or choose another model"
+    elif strategy.schedule is not None:
+        problem = f"accelerate_config: {strategy.name}: stages do not split experts in 4 bits"
+        remedy = "set accelerate_config=fsdp2, or quantization: null"
+    elif stored == MXFP4 and sharded_by_engine:
+        problem = f"accelerate_config: {strategy.name} does not cut experts in MXFP4"
+        remedy = "set accelerate_config=fsdp2, or name the model in 16 bits"
+    else:
+        return
+    raise FinetuneError(f"{problem}; {remedy}")

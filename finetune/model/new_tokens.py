@@ -7,7 +7,7 @@ are weights like all others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -120,8 +120,14 @@ def add_rows(model: PreTrainedModel, section: ModelSection, *, fill: bool = True
     new = new_rows(section, _rows(embeddings.weight))
     if new is None:
         return []
-    _refuse_other_tables(model, embeddings)
     old = _rows(embeddings.weight)
+    tables = {old, getattr(model.config.get_text_config(), "vocab_size_per_layer_input", None)}
+    for path, module in model.named_modules():  # transformers resizes embeddings and head alone
+        if isinstance(module, nn.Embedding) and module is not embeddings and module.num_embeddings in tables:
+            raise FinetuneError(
+                f"model.add_tokens: {type(model).__name__} has another table by token, {path}, which gets no rows; "
+                "remove the new tokens, or choose another model"
+            )
     # Of random values, which are drawn without disturbing the run's; always, for under ZeRO-3 it also unshards.
     with torch.random.fork_rng(devices=[]):
         model.resize_token_embeddings(new.vocabulary, mean_resizing=False)
@@ -153,21 +159,3 @@ def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
 def _rows(weight: Tensor) -> int:
     """The unsharded weight's number of rows: ZeRO-3 leaves an empty vector in its place."""
     return int(getattr(weight, "ds_shape", weight.shape)[0])
-
-
-def _refuse_other_tables(model: PreTrainedModel, embeddings: Any) -> None:
-    """transformers resizes embeddings and head alone."""
-    found = next(_other_tables(model, embeddings), None)
-    if found is not None:
-        raise FinetuneError(
-            f"model.add_tokens: {type(model).__name__} has another table by token, {found}, which gets no rows; remove "
-            "the new tokens, or choose another model"
-        )
-
-
-def _other_tables(model: PreTrainedModel, embeddings: Any) -> Iterator[str]:
-    per_layer = getattr(model.config.get_text_config(), "vocab_size_per_layer_input", None)
-    sizes = {_rows(embeddings.weight), per_layer}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module is not embeddings and module.num_embeddings in sizes:
-            yield path

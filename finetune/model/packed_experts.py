@@ -38,7 +38,13 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from finetune.architecture.attention import AMPERE
 from finetune.errors import FinetuneError
 from finetune.model.adapter_targets import expert_parameters
-from finetune.model.quantization import four_bit_layer, four_bit_weight, unpacked_weight
+from finetune.model.quantization import (
+    experts_of,
+    four_bit_layer,
+    four_bit_weight,
+    packed_experts,
+    unpacked_weight,
+)
 from finetune.untrusted.config_sizes import MXFP4
 
 METHOD = "finetune_experts"  # transformers' name of the quantizer below
@@ -197,11 +203,6 @@ def pack_experts(model: PreTrainedModel, config: Any) -> None:
         experts.forward = MethodType(_forward, experts)
 
 
-def packed_experts(model: nn.Module) -> list[Any]:
-    """The modules whose experts are packed."""
-    return [module for module in model.modules() if hasattr(module, "finetune_transposed")]
-
-
 @contextmanager
 def experts_by_shape(model: nn.Module) -> Iterator[None]:
     """Within the block, packed experts are parameters again, without memory: peft asks for names, shapes and formats.
@@ -219,26 +220,10 @@ def experts_by_shape(model: nn.Module) -> Iterator[None]:
         for experts, name, layer in layers:
             delattr(experts, name)
             setattr(experts, name, layer)
-    for module in outermost(model):
+    for module in packed_experts(model):
         while hasattr(module, "parameter_name"):
             module.forward, module.finetune_packed = MethodType(_forward, module), True
             module = module.base_layer
-
-
-def outermost(model: nn.Module) -> list[Any]:
-    """The modules that compute packed experts: peft's outermost wrapper where there is one, else the experts."""
-    inside = {id(module.base_layer) for module in model.modules() if hasattr(module, "parameter_name")}
-    return [
-        module
-        for module in model.modules()
-        if id(module) not in inside and hasattr(_experts_of(module), "finetune_transposed")
-    ]
-
-
-def _experts_of(module: Any) -> Any:
-    while hasattr(module, "parameter_name"):  # peft puts one wrapper around another for each adapted parameter
-        module = module.base_layer
-    return module
 
 
 def _layers_of(experts: Any) -> list[tuple[str, Any]]:
@@ -248,20 +233,19 @@ def _layers_of(experts: Any) -> list[tuple[str, Any]]:
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """[..., hidden] to [..., hidden]; `module` is the experts or peft's outermost wrapper around them."""
     adapters: dict[str, list[Adapter]] = {}
-    experts = _experts_of(module)
+    experts = experts_of(module)
     # peft takes parameters for [experts, outputs, inputs] unless they say otherwise, which Llama 4's do not.
     swapped = experts.finetune_transposed and not getattr(experts, "is_transposed", False)
     while module is not experts:
-        if not module.disable_adapters:
-            for name in module.active_adapters:
-                if name in module.lora_A:
-                    adapters.setdefault(module.parameter_name, []).append(_factors(module, name, swapped))
+        names = [] if module.disable_adapters else [name for name in module.active_adapters if name in module.lora_A]
+        adapters.setdefault(module.parameter_name, []).extend(_factors(module, name, swapped) for name in names)
         module = module.base_layer
     weights = {name: partial(_weight_of, experts, layer) for name, layer in _layers_of(experts)}
-    (count, *_), compute = _layers_of(experts)[0][1].finetune_experts, _layers_of(experts)[0][1].compute_dtype
+    layer = _layers_of(experts)[0][1]
     names = list(inspect.signature(inspect.unwrap(type(experts).forward)).parameters)[1:]
     given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
-    return _computed(experts, weights, adapters, count, compute or given[0].dtype, given)
+    dtype = layer.compute_dtype or given[0].dtype
+    return _computed(experts, weights, adapters, layer.finetune_experts[0], dtype, given)
 
 
 def _factors(wrapper: Any, name: str, swapped: bool) -> Adapter:
@@ -303,12 +287,16 @@ def _computed(
         indices, routed = given[1:]
         chosen, order = torch.sort(indices.reshape(-1), stable=True)
         ends = torch.searchsorted(chosen, torch.arange(count, device=flat.device), right=True).to(torch.int32)
-        rows, shares = cast(Tensor, _Sorted.apply(flat, order, indices.shape[-1])), routed.reshape(-1)[order, None]  # type: ignore[no-untyped-call]
+        shares, order, top = routed.reshape(-1)[order, None], order.to(torch.int32), indices.shape[-1]
+        rows = cast(Tensor, _Routed.apply(flat, order, top, False))  # type: ignore[no-untyped-call]
 
     def product(name: str, rows: Tensor) -> Tensor:
         result = cast(Tensor, _Product.apply(rows, ends, weights[name]))  # type: ignore[no-untyped-call]
-        for adapter in adapters.get(name, ()):
-            result = result + _low_rank(rows, ends, *adapter)
+        for *factors, scale in adapters.get(name, ()):
+            first, second = (factor.to(rows.dtype).contiguous() for factor in factors)
+            if lacking := -first.shape[2] % RANK_MULTIPLE:
+                first, second = F.pad(first, (0, lacking)), F.pad(second, (0, 0, 0, lacking))
+            result = result + grouped_product(grouped_product(rows, first, ends) * scale, second, ends)
         return result
 
     first = next(name for name in weights if name != "down_proj")
@@ -328,17 +316,10 @@ def _computed(
     if (bias := getattr(experts, "down_proj_bias", None)) is not None:  # before the product, which keeps nothing
         added = flat.new_zeros(len(flat), count).scatter(1, indices, routed.to(dtype)) @ bias.to(dtype)
     result = product("down_proj", (inner * shares).to(dtype))
-    result = cast(Tensor, _Summed.apply(result, order, indices.shape[-1]))  # type: ignore[no-untyped-call]
+    result = cast(Tensor, _Routed.apply(result, order, top, True))  # type: ignore[no-untyped-call]
     if added is not None:
         result = result + added
     return result.view(hidden.shape).to(hidden.dtype)
-
-
-def _low_rank(rows: Tensor, ends: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:
-    first, second = (factor.to(rows.dtype).contiguous() for factor in (first, second))
-    if lacking := -first.shape[2] % RANK_MULTIPLE:
-        first, second = F.pad(first, (0, lacking)), F.pad(second, (0, 0, 0, lacking))
-    return grouped_product(grouped_product(rows, first, ends) * scale, second, ends)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -365,40 +346,27 @@ class _Product(torch.autograd.Function):
         return grouped_product(slope.contiguous(), ctx.weight_of(slope.dtype).transpose(1, 2), ctx.ends), None, None
 
 
-class _Sorted(torch.autograd.Function):
-    """Rows [tokens, hidden] by `order` of [tokens x top]: each token once for each of its experts."""
+class _Routed(torch.autograd.Function):
+    """Rows [tokens, hidden] sorted by expert, [tokens x top]: each token once for each of its experts. If `back`, the
+    reverse: each token's sum over its experts.
+    """
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, order: Tensor, top: int) -> Tensor:
-        ctx.top = top
-        ctx.save_for_backward(order)
-        return flat[order // top]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return _summed(slope, order, ctx.top), None, None
-
-
-class _Summed(torch.autograd.Function):
-    """The reverse of `_Sorted`: each token's sum over its experts."""
-
-    @staticmethod
-    def forward(ctx: Any, sorted_rows: Tensor, order: Tensor, top: int) -> Tensor:
-        ctx.order, ctx.top = order.to(torch.int32), top  # not saved, for the same reason; 4 bytes a row
-        return _summed(sorted_rows, order, top)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, top: int, back: bool) -> Tensor:
+        ctx.order, ctx.top, ctx.back = order, top, back  # not saved, for the same reason; 4 bytes a row
+        return _summed(rows, order, top) if back else rows[order // top]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        return slope[ctx.order // ctx.top], None, None
+        rows = slope[ctx.order // ctx.top] if ctx.back else _summed(slope, ctx.order, ctx.top)
+        return rows, None, None, None
 
 
 def _summed(sorted_rows: Tensor, order: Tensor, top: int) -> Tensor:
     """Without adding at repeated places, which a GPU does in any order."""
     inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
+    inverse[order] = torch.arange(len(order), dtype=order.dtype, device=order.device)
     return sorted_rows[inverse].view(len(order) // top, top, -1).sum(1)
 
 
@@ -446,7 +414,7 @@ def _difference(experts: Any, shapes: Mapping[str, ExpertsShape], transposed: bo
     small._parameters = {name: nn.Parameter(drawn(*(sizes[side] for side in shape))) for name, shape in own.items()}
     weights = {name: small._parameters[name] for name in shapes}
     small_weights: dict[str, WeightOf] = {
-        name: partial(_as_it_is, weight if transposed else weight.transpose(1, 2)) for name, weight in weights.items()
+        name: partial(Tensor.to, weight if transposed else weight.transpose(1, 2)) for name, weight in weights.items()
     }
     librarys = inspect.unwrap(type(experts).forward)
     alone = len(inspect.signature(librarys).parameters) == 2
@@ -457,7 +425,3 @@ def _difference(experts: Any, shapes: Mapping[str, ExpertsShape], transposed: bo
         expected = librarys(small, *given)
         found = _computed(small, small_weights, {}, sizes[count], torch.float32, given)
     return float((found - expected).norm() / expected.norm())
-
-
-def _as_it_is(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight.detach().to(dtype)

@@ -89,40 +89,34 @@ def four_bit_weight(values: Tensor, config: BitsAndBytesConfig) -> Any:
     from bitsandbytes import functional as bits
     from bitsandbytes.nn import Params4bit  # type: ignore[attr-defined]  # which is typed in part
 
-    settings = {"quant_type": config.bnb_4bit_quant_type, "quant_storage": config.bnb_4bit_quant_storage}
+    settings = _settings(config)
     pieces = values.reshape(-1).split(PIECE if values.device.type == "cpu" else values.numel())
-    quantized = [bits.quantize_4bit(piece, blocksize=BLOCK, **settings) for piece in pieces]
+    single = settings | {"compress_statistics": False}
+    quantized = [bits.quantize_4bit(piece, blocksize=BLOCK, **single) for piece in pieces]
     state = quantized[0][1]
     state.absmax, state.shape = torch.cat([part.absmax for _, part in quantized]), values.shape
     if config.bnb_4bit_use_double_quant:
         state.offset, state.nested = state.absmax.mean(), True
         state.absmax, state.state2 = bits.quantize_blockwise(state.absmax - state.offset, blocksize=NESTED_BLOCK)
-    return Params4bit(
-        torch.cat([packed for packed, _ in quantized]),
-        bnb_quantized=True,
-        quant_state=state,
-        compress_statistics=config.bnb_4bit_use_double_quant,
-        **settings,
-    )
+    return Params4bit(torch.cat([packed for packed, _ in quantized]), bnb_quantized=True, quant_state=state, **settings)
 
 
 def four_bit_layer(rows: int, columns: int, weight: nn.Parameter, config: BitsAndBytesConfig) -> Any:
     """bitsandbytes' layer with a weight [rows, columns]: from `four_bit_weight`, or on meta and of as many numbers."""
     from bitsandbytes.nn import Linear4bit, Params4bit  # type: ignore[attr-defined]  # which is typed in part
 
-    settings = {
-        "compress_statistics": config.bnb_4bit_use_double_quant,
-        "quant_type": config.bnb_4bit_quant_type,
-        "quant_storage": config.bnb_4bit_quant_storage,
-    }
     with torch.device("meta"):
         make: Any = Linear4bit
-        layer = make(columns, rows, False, config.bnb_4bit_compute_dtype, **settings)
+        layer = make(columns, rows, False, config.bnb_4bit_compute_dtype, **_settings(config))
     layer.source_cls = nn.Linear  # as transformers notes it
-    if weight.ndim == 3:
-        weight = Params4bit(weight.detach().view(rows, columns), **settings)
-    layer.weight = weight
+    layer.weight = weight if weight.ndim < 3 else Params4bit(weight.detach().view(rows, columns), **_settings(config))
     return layer
+
+
+def _settings(config: BitsAndBytesConfig) -> dict[str, Any]:
+    keys = {"compress_statistics": "bnb_4bit_use_double_quant"}
+    keys |= {key: f"bnb_4bit_{key}" for key in ("quant_type", "quant_storage")}
+    return {key: getattr(config, name) for key, name in keys.items()}
 
 
 def _unpacked(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -176,13 +170,15 @@ def _product(hidden: Tensor, weight: Tensor, state: Any, layer: Any) -> Tensor:
 
 
 def quantized_layers(model: nn.Module) -> Iterator[Any]:
-    """bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear the same names. Packed
-    experts too.
+    """Packed experts, and bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear
+    the same names.
     """
-    for module in model.modules():
-        own = type(module).__module__.startswith("bitsandbytes.") and hasattr(module, "in_features")
-        if own or hasattr(module, "finetune_experts"):
-            yield module
+    return (module for module in model.modules() if is_packed(module) and hasattr(module, "in_features"))
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether this is a quantised layer with packed bytes as its weight."""
+    return type(module).__module__.startswith("bitsandbytes.") or hasattr(module, "finetune_experts")
 
 
 def float8_layers(model: nn.Module) -> Iterator[Any]:
@@ -200,11 +196,18 @@ def frozen_weights(model: nn.Module, numel: Callable[[Tensor], int]) -> int:
     return sum(packed.get(id(parameter)) or numel(parameter) for parameter in frozen)
 
 
-def packed_format(layer: Any) -> str:
-    """nf4 or fp4."""
-    if hasattr(layer, "packing"):
-        return str(layer.packing["quant_type"])
-    return str(layer.weight.quant_type)
+def packed_experts(model: nn.Module) -> list[Any]:
+    """The modules that compute packed experts: peft's outermost wrapper where there is one, else the experts."""
+    inside = {id(module.base_layer) for module in model.modules() if hasattr(module, "parameter_name")}
+    others = (module for module in model.modules() if id(module) not in inside)
+    return [module for module in others if hasattr(experts_of(module), "finetune_transposed")]
+
+
+def experts_of(module: Any) -> Any:
+    """A module without peft's wrappers, one around another for each adapted parameter."""
+    while hasattr(module, "parameter_name"):
+        module = module.base_layer
+    return module
 
 
 def plain_quantized_weights(model: nn.Module) -> None:
@@ -224,11 +227,24 @@ def plain_quantized_weights(model: nn.Module) -> None:
         layer.packing = {key: getattr(state, key) for key in ("shape", "dtype", "blocksize", "quant_type")}
         layer.quant_state = None
         layer.weight = nn.Parameter(packed, requires_grad=False)
-        for buffer, path in TENSORS.items():
-            owner, _, name = path.rpartition(".")
-            holder = getattr(state, owner) if owner else state
-            layer.register_buffer(buffer, getattr(holder, name, None), persistent=False)
+        tensors = dict(state_tensors(state))
+        for buffer in TENSORS:
+            layer.register_buffer(buffer, tensors.get(buffer), persistent=False)
         layer.forward = MethodType(_forward, layer)
+
+
+def state_tensors(state: Any) -> Iterator[tuple[str, Tensor]]:
+    """A QuantState's tensors by buffer name. Some exist only under double quantisation."""
+    for buffer, place in TENSORS.items():
+        holder, _, name = place.rpartition(".")
+        tensor = getattr(getattr(state, holder) if holder else state, name, None)
+        if tensor is not None:
+            yield buffer, tensor
+
+
+def packing_settings(weight: Any) -> dict[str, Any]:
+    """The settings by which bitsandbytes makes a parameter like this one."""
+    return {key: getattr(weight, key) for key in ("compress_statistics", "quant_type", "quant_storage")}
 
 
 def forget_inputs(model: nn.Module) -> None:

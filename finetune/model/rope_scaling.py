@@ -8,12 +8,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 
-OF_BASE = (
-    "rope_theta",
-    "partial_rotary_factor",
-    "mrope_section",
-    "mrope_interleaved",
-)  # of the base's own, with any scaling
+OF_BASE = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")  # stay with any scaling
 BY_ORIGINAL = ("yarn", "llama3", "longrope")  # these count from original_max_position_embeddings
 
 
@@ -63,11 +58,9 @@ def scale_rope(config: Any, scaling: Mapping[str, Any]) -> None:
 def scaled_settings(text: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of an export's config.json with this scaling, in the base's spelling."""
     rope, stated, _ = scaled_rope(text, scaling)
-    found: dict[str, Any] = {"max_position_embeddings": stated}
-    if "original_max_position_embeddings" in rope and "original_max_position_embeddings" in text:
-        found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    settings: dict[str, Any] = {"max_position_embeddings": stated}
+    settings |= {key: rope[key] for key in ("original_max_position_embeddings",) if key in rope and key in text}
     if "rope_parameters" in text:
-        return found | {"rope_parameters": rope}
-    if "rope_theta" in rope:  # earlier releases have it beside the scaling
-        found["rope_theta"] = rope.pop("rope_theta")
-    return found | {"rope_scaling": rope}
+        return settings | {"rope_parameters": rope}
+    settings |= {key: rope.pop(key) for key in ("rope_theta",) if key in rope}  # earlier releases: beside the scaling
+    return settings | {"rope_scaling": rope}

@@ -183,9 +183,11 @@ def name_for_both(folder: Path, adapted: nn.Module, names: WholeNames) -> None:
     config |= {"target_modules": _pattern(adapted, paths, names) or [], "exclude_modules": None}
     if parameters := config.get("target_parameters"):
         config["target_parameters"] = sorted({*parameters, *map(names.of, parameters)})
-    if (saved := config.get("modules_to_save")) and _reach_beyond(adapted, saved, names):
+    if saved := config.get("modules_to_save"):
         copied = _copied(adapted)
-        config["modules_to_save"] = sorted({*copied, *map(names.of, copied)})
+        reached = {path for path, _ in names.whole.named_modules() if path.endswith(tuple(saved))}  # as peft does
+        if reached != set(map(names.of, copied)):  # names match modules in other parts too
+            config["modules_to_save"] = sorted({*copied, *map(names.of, copied)})
     for key in ("rank_pattern", "alpha_pattern"):
         config[key] = _patterns_for_both(config.get(key) or {}, paths, names)
     write_json(settings, config)
@@ -194,12 +196,6 @@ def name_for_both(folder: Path, adapted: nn.Module, names: WholeNames) -> None:
 def _copied(adapted: nn.Module) -> set[str]:
     """The modules that are trained in full."""
     return {base_path(path) for path, _ in adapted.named_modules() if path.endswith(".original_module")}
-
-
-def _reach_beyond(adapted: nn.Module, saved: Iterable[str], names: WholeNames) -> bool:
-    """Whether names in modules_to_save match modules in other parts too, by peft's rule."""
-    reached = {path for path, _ in names.whole.named_modules() if path.endswith(tuple(saved))}
-    return reached != set(map(names.of, _copied(adapted)))
 
 
 def _pattern(adapted: nn.Module, paths: Iterable[str], names: WholeNames) -> str:

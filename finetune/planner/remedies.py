@@ -311,17 +311,15 @@ def largest(
         current = recipe.data.max_length
         most, scaling = int(config.get("max_position_embeddings") or 131_072), recipe.model.rope_scaling
         values = _lengths(most if scaling is None else scaled_rope(config, scaling)[2])
+    has_closed_form = unsupported(recipe, config, gpus) is None
     start = bisect_right(values, current) - 1
-    facts: dict[str, Any] = {}
-    if unsupported(recipe, config, gpus) is None:
-        best = last_fitting(values, gpus.memory, planned, estimated)
-        facts["changes"] = list(_larger_by(recipe, config, gpus, key, values, best))
-    else:
-        best = last_fitting(values, gpus.memory, planned, start=start)
+    best = last_fitting(values, gpus.memory, planned, estimated if has_closed_form else None, start)
     if best < 0:
         raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max to see changes that do")
-    facts |= {"change": f"{key}={values[best]}", "needed_bytes": plans[values[best]].needed}
+    facts: dict[str, Any] = {"change": f"{key}={values[best]}", "needed_bytes": plans[values[best]].needed}
     facts |= {"granularity": 0, "does_not_fit": None, "next_by": None}
+    if has_closed_form:
+        facts["changes"] = list(_larger_by(recipe, config, gpus, key, values, best))
     if best + 1 < len(values):
         following = values[best + 1]
         facts |= {"granularity": following - values[best], "does_not_fit": f"{key}={following}"}
@@ -341,14 +339,14 @@ def _larger_by(
     recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, key: str, values: Sequence[int], best: int
 ) -> Iterator[dict[str, Any]]:
     """Single changes that let values fit that are larger by a tenth, by the closed form, the cheapest first."""
-    knobs = _knobs(changed(recipe, {key: values[max(best, 0)]}), gpus, approximate_weights(config))
+    knobs = _knobs(changed(recipe, {key: values[best]}), gpus, approximate_weights(config))
     for option in sorted((option for knob in knobs for option in knob), key=lambda each: each.cost):
         with suppress(ValidationError):
             other = changed(recipe, option.changes)
             if unsupported(other, config, gpus) is None and {LENGTH, ROWS}.isdisjoint(option.changes):
                 estimates = (estimate(changed(other, {key: value}), config, gpus).needed for value in values)
                 fitting = sum(1 for _ in takewhile(lambda needed: needed * CACHED <= gpus.memory, estimates))
-                if fitting and values[fitting - 1] >= 1.1 * values[max(best, 0)] and _is_trained(other):
+                if fitting and values[fitting - 1] >= 1.1 * values[best] and _is_trained(other):
                     change = Variant(other, option.changes, option.cost, (option.says,)).words
                     yield {"change": change, "value": values[fitting - 1], "means": option.says}
 

@@ -52,7 +52,14 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
     check_has_gpu(recipe, launch)
     check_world(recipe, launch, requested)
     _right_number_of_processes(recipe, strategy, launch)
-    _right_mesh(strategy, launch)
+    shards = strategy.section("parallelism_config").get("parallelism_config_dp_shard_size")
+    copies = strategy.replica_count(launch.world_size, launch.local_world_size)
+    if shards is not None and shards * copies != launch.world_size:
+        raise EnvironmentMismatch(
+            f"accelerate_config: {strategy.path}: parallelism_config_dp_shard_size is {shards}, but "
+            f"{launch.world_size} ranks in {counted(copies, 'copy', 'copies')} are "
+            f"{launch.world_size // copies} each; launch {shards * copies}, or remove the line"
+        )
     _supported_here(recipe, strategy, launch)
     return strategy
 
@@ -130,17 +137,6 @@ def _right_number_of_processes(recipe: Recipe, strategy: Strategy, launch: Launc
             f"accelerate_config: {strategy.name} runs on several processes, the launcher started one; start it by "
             f"`finetune train`, or by `accelerate launch --multi_gpu --num_processes {processes}`, on a CPU with "
             f"`--config_file {from_here(CONFIG_FOLDER / 'cpu_2proc.yaml')}`, or set accelerate_config=single"
-        )
-
-
-def _right_mesh(strategy: Strategy, launch: Launch) -> None:
-    shards = strategy.section("parallelism_config").get("parallelism_config_dp_shard_size")
-    copies = strategy.replica_count(launch.world_size, launch.local_world_size)
-    if shards is not None and shards * copies != launch.world_size:
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.path}: parallelism_config_dp_shard_size is {shards}, but "
-            f"{launch.world_size} ranks in {counted(copies, 'copy', 'copies')} are "
-            f"{launch.world_size // copies} each; launch {shards * copies}, or remove the line"
         )
 
 
@@ -222,7 +218,10 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         for key, value in ALONE.items():
             os.environ.setdefault(key, value)
     if strategy.shards_modules and on_cpu:
-        _let_accelerate_shard_on_cpu(process_group)
+        # accelerate 1.15 turns only MULTI_GPU and similar types into FSDP (accelerate/state.py), and would silently use
+        # DDP on gloo ranks. tests/proofs/test_strategies.py checks the sharded storage.
+        PartialState(cpu=True, **process_group.to_kwargs())
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # not public
     if strategy.shards_modules and strategy.offloaded and not on_cpu:
         process_group.backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is reduced there
     zero = None
@@ -265,16 +264,6 @@ def _fsdp_plugin(strategy: Strategy) -> FullyShardedDataParallelPlugin:
         cpu_ram_efficient_loading=False,  # rank 0 alone reads the weights all the same: fsdp.py
         activation_checkpointing=False,
     )
-
-
-def _let_accelerate_shard_on_cpu(process_group: InitProcessGroupKwargs) -> None:
-    """Make Accelerate accept an FSDP plugin on gloo ranks. Otherwise it would silently use DDP instead.
-
-    accelerate 1.15 turns only MULTI_GPU and similar types into FSDP (accelerate/state.py).
-    tests/proofs/test_strategies.py checks the sharded storage.
-    """
-    PartialState(cpu=True, **process_group.to_kwargs())
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # not public
 
 
 def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Accelerator) -> None:

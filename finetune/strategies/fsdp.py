@@ -53,14 +53,11 @@ def make_mesh(strategy: Strategy, device: torch.device, timeout: timedelta | Non
         )
     # init_device_mesh ignores the recipe's timeout (NCCL's default is 600 s), so make the groups here.
     ranks = torch.arange(world).reshape(copies, world // copies)
-    groups = [_own_group(lines.tolist(), timeout) for lines in (ranks.T, ranks)]
+    groups = []
+    for lines in (ranks.T.tolist(), ranks.tolist()):  # every rank makes all groups, in the same order
+        made = [dist.new_group(line, timeout=timeout) for line in lines]
+        groups.append(next(group for group, line in zip(made, lines, strict=True) if dist.get_rank() in line))
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(COPIES, SHARDS))
-
-
-def _own_group(lines: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """This rank's group. Every rank makes a group for each list of ranks, in the same order."""
-    made: list[dist.ProcessGroup] = [dist.new_group(line, timeout=timeout) for line in lines]
-    return next(group for group, line in zip(made, lines, strict=True) if dist.get_rank() in line)
 
 
 def shard_model(
@@ -83,7 +80,10 @@ def shard_model(
             afterwards, so that nothing keeps their sources.
     """
     check_units(decoder, strategy)
-    full = {name: tensor.detach() for name, tensor in _named_tensors(decoder)} if dist.get_rank() == 0 else {}
+    full = {}
+    if dist.get_rank() == 0:
+        named = (*decoder.named_parameters(), *decoder.named_buffers())
+        full = {name: tensor.detach() for name, tensor in named}
     with ties_kept(decoder):
         _empty(decoder)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32)
@@ -154,11 +154,6 @@ def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module,
         yield embeddings, reshard
         yield head, False
     yield decoder, False
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _empty(module: nn.Module) -> None:

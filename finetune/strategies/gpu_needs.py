@@ -32,7 +32,12 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
     count emulation as support. It also refuses a deterministic training if cuBLAS's workspace is not deterministic.
     Raises EnvironmentMismatch with the settings to write.
     """
-    _check_workspace(recipe)
+    workspace = os.environ.get(CUBLAS_VARIABLE)  # the start has set it where the user has not
+    if recipe.training.deterministic and workspace not in REPRODUCIBLE_WORKSPACES:  # torch would refuse each product
+        raise EnvironmentMismatch(
+            f"training.deterministic: {CUBLAS_VARIABLE}={workspace} is not one of its reproducible settings; unset "
+            f"it, or export {CUBLAS_VARIABLE}={REPRODUCIBLE_WORKSPACES[0]}"
+        )
     _check_gpu_for_each(launch)
     own_gpus = sorted({gpu_of_rank(rank) for rank in (*range(launch.local_world_size), launch.local_rank)})
     for index in own_gpus:
@@ -78,16 +83,6 @@ def why_torch_sees_no_gpu(driver: Path = DRIVER) -> str:
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for the CPU"
     installed = one_line(driver.read_text("utf-8", "replace").partition("\n")[0], 120)
     return f"torch {torch.__version__}, {built}, sees no GPU behind this driver: {installed}; {OLDER_WHEELS}"
-
-
-def _check_workspace(recipe: Recipe) -> None:
-    """torch refuses every matrix product in deterministic mode where the variable is another one."""
-    found = os.environ.get(CUBLAS_VARIABLE)  # the start has set it where the user has not
-    if recipe.training.deterministic and found not in REPRODUCIBLE_WORKSPACES:
-        raise EnvironmentMismatch(
-            f"training.deterministic: {CUBLAS_VARIABLE}={found} is not one of its reproducible settings; unset "
-            f"it, or export {CUBLAS_VARIABLE}={REPRODUCIBLE_WORKSPACES[0]}"
-        )
 
 
 def _check_gpu_for_each(launch: Launch) -> None:

@@ -26,12 +26,13 @@ from transformers import Conv1D, PreTrainedModel
 from finetune.model.adapter_targets import has_experts
 from finetune.model.build import bitsandbytes_config, check_quantized, configuration, load_base
 from finetune.model.quantization import (
-    TENSORS,
     correct_on_cpu,
     empty_quant_state,
     hollow_weight,
+    packing_settings,
     quantize_structure,
     quantized_layers,
+    state_tensors,
 )
 from finetune.recipe.schema import Recipe
 from finetune.strategies.fsdp import Late, replace_tensor, ties_kept
@@ -82,9 +83,9 @@ def load_unquantised(
     quantize_structure(model, bitsandbytes_config(recipe.quantization, model.config))
     for path, layer in _four_bit_layers(model):
         values = stored[f"{path}.weight"]
-        settings = {key: getattr(layer.weight, key) for key in ("compress_statistics", "quant_type", "quant_storage")}
         # GPT-2's layers have theirs the other way round.
-        waiting = Unquantised(values.T if issubclass(layer.source_cls, Conv1D) else values, settings)
+        values = values.T if issubclass(layer.source_cls, Conv1D) else values
+        waiting = Unquantised(values, packing_settings(layer.weight))
         layer.unquantised, layer.weight = waiting, waiting.stand_in()
         if layer.bias is not None:
             layer.bias = nn.Parameter(stored[f"{path}.bias"], requires_grad=False)
@@ -133,15 +134,6 @@ def _plain(path: str, waiting: Unquantised, device: torch.device) -> dict[str, T
     return {f"{path}.weight": weight.detach().as_subclass(Tensor), **state}
 
 
-def state_tensors(state: Any) -> Iterator[tuple[str, Tensor]]:
-    """A QuantState's tensors by buffer name. Some exist only under double quantisation."""
-    for buffer, place in TENSORS.items():
-        holder, _, name = place.rpartition(".")
-        tensor = getattr(getattr(state, holder) if holder else state, name, None)
-        if tensor is not None:
-            yield buffer, tensor
-
-
 def filled_one_by_one(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[nn.Parameter]:
     """The model's frozen parameters, filled one at a time, for an engine that shards each parameter as it gets it.
 
@@ -181,9 +173,8 @@ def _filled_layer(layer: Any, device: torch.device) -> Any:
     if weight.device.type == "meta":
         packed = torch.empty_like(hollow_weight(weight), device=device)
         state = empty_quant_state(weight, device)
-        keys = ("compress_statistics", "quant_type", "quant_storage")
-        settings = {key: getattr(weight, key) for key in keys}
-        weight = Params4bit(packed, requires_grad=False, bnb_quantized=True, quant_state=state, **settings)
+        settings = packing_settings(weight) | {"bnb_quantized": True, "quant_state": state}
+        weight = Params4bit(packed, requires_grad=False, **settings)
     else:
         waiting = layer.__dict__.pop("unquantised", None)
         weight = weight.to(device) if waiting is None else waiting.quantised(device)  # the first: stored in 4 bits

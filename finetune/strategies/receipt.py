@@ -33,7 +33,7 @@ from finetune.model.adapter_targets import (
 from finetune.model.build import attention_name, decoder_parts
 from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.optimizer import formats
-from finetune.model.quantization import float8_layers, frozen_weights, packed_format, quantized_layers
+from finetune.model.quantization import float8_layers, frozen_weights, quantized_layers
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
@@ -54,7 +54,11 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
     packed = {id(layer.weight) for layer in (*quantized_layers(model), *float8_layers(model))}
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     tiled = tiled_mlps(model)
-    cast_to = _compute_dtype(accelerator, parts)
+    cast_to, master = _compute_dtype(accelerator, parts), _dtypes(trained)
+    if parts.engine is not None:
+        from finetune.strategies.zero_state import master_dtype
+
+        master = dtype_name(master_dtype(parts.engine))
     receipt = {
         "strategy": strategy.name,
         "world_size": accelerator.num_processes,
@@ -72,7 +76,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "sharding": sharding_facts(model),
         "pipeline": None if parts.pipeline is None else parts.pipeline.facts(model),
         "dtypes": {
-            "master": _trained_in(parts, trained),
+            "master": master,
             "frozen": _dtypes(frozen),
             "compute": cast_to or _dtypes(parameter for parameter in frozen or trained if id(parameter) not in packed),
             "reduce": _reduced_in(parts, strategy, trained),
@@ -100,7 +104,10 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "non_blocking": recipe.training.non_blocking,
         "batches_copied_ahead": int(recipe.training.non_blocking),
     }
-    _compare(recipe, strategy, receipt)
+    checks = receipt_checks(recipe, strategy, receipt)
+    differing = [f"{place}: asked {requested}, runs {runs}" for place, requested, runs in checks if requested != runs]
+    if differing:
+        raise EnvironmentMismatch("\n".join([*differing, "what is built is not what the recipe asks for"]))
     return receipt
 
 
@@ -109,7 +116,8 @@ def experts_by_format(base: PreTrainedModel) -> dict[str, int]:
     held: dict[str, tuple[str, int]] = {}  # of a layer, whose experts have several parameters
     for path, module in base.named_modules():
         if hasattr(module, "finetune_experts"):
-            held[base_path(path).rpartition(".")[0]] = packed_format(module), module.finetune_experts[0]
+            packing = getattr(module, "packing", None) or vars(module.weight)  # bitsandbytes' parameter has its own
+            held[base_path(path).rpartition(".")[0]] = packing["quant_type"], module.finetune_experts[0]
     for path, parameter in expert_parameters(base).items():
         held[base_path(path).rpartition(".")[0]] = dtype_name(parameter.dtype), full_shape(parameter)[0]
     found = Counter[str]()
@@ -193,15 +201,6 @@ def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:
     return dtype_name(dtype)
 
 
-def _trained_in(parts: Assembled, trained: list[nn.Parameter]) -> str:
-    """The number format of the values that the optimizer updates."""
-    if parts.engine is None:
-        return _dtypes(trained)
-    from finetune.strategies.zero_state import master_dtype
-
-    return dtype_name(master_dtype(parts.engine))
-
-
 def _reduced_in(parts: Assembled, strategy: Strategy, trained: list[nn.Parameter]) -> str:
     """The number format that gradients are summed over the ranks in: their weights', unless an engine has its own."""
     if parts.engine is not None:
@@ -277,13 +276,6 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
         ),
         ("training.mlp_tile_tokens", recipe.training.mlp_tile_tokens, (receipt["mlp_tiles"] or {}).get("tokens")),
     ]
-
-
-def _compare(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> None:
-    checks = receipt_checks(recipe, strategy, receipt)
-    differing = [f"{place}: asked {requested}, runs {runs}" for place, requested, runs in checks if requested != runs]
-    if differing:
-        raise EnvironmentMismatch("\n".join([*differing, "what is built is not what the recipe asks for"]))
 
 
 def describe(receipt: dict[str, Any]) -> str:

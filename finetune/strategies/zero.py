@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.architecture.by_document import run_document_by_document
+from finetune.model.quantization import packed_experts
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import INITIAL_SCALE_POWER
 from finetune.recipe.strategy import Strategy
@@ -121,7 +122,8 @@ def buckets(model: nn.Module, stage: int) -> dict[str, int]:
     settings = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if stage < 3:
         return settings
-    layer, largest = _largest_layer(model), max(sizes.values())
+    layers = [sum(map(full_numel, layer.parameters())) for layer in _layers(model)]
+    layer, largest = max(layers, default=sum(sizes.values())), max(sizes.values())
     vectors = [size for parameter, size in sizes.items() if len(full_shape(parameter)) < 2]
     return settings | {
         "stage3_prefetch_bucket_size": layer,
@@ -157,12 +159,6 @@ def swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:
     outside = sum(len(full_shape(parameter)) > 1 for parameter in model.parameters() if parameter not in inside)
     largest = max(full_numel(parameter) for parameter in model.parameters())
     return {"buffer_size": -(-largest // ranks), "buffer_count": max(matrices, default=0) + outside}
-
-
-def _largest_layer(model: nn.Module) -> int:
-    """Elements of the largest decoder layer, or of the model if it has no layers."""
-    sizes = [sum(map(full_numel, layer.parameters())) for layer in _layers(model)]
-    return max(sizes, default=sum(map(full_numel, model.parameters())))
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -242,7 +238,7 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if plugin.zero_stage == 3 and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         partition(model.parameters(), plugin.deepspeed_config)
     if plugin.zero_stage == 3:
-        gather_at_once([*run_document_by_document(model), *_experts(model)])
+        gather_at_once([*run_document_by_document(model), *packed_experts(model)])
     zero = plugin.deepspeed_config["zero_optimization"]
     zero |= {key: size for key, size in buckets(model, plugin.zero_stage).items() if key not in zero}
     with silenced_deepspeed():
@@ -253,15 +249,6 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if exact:
         load_masters(engine, exact)
     return engine, optimizer
-
-
-def _experts(model: nn.Module) -> list[nn.Module]:
-    """Modules that read packed experts and their adapters past the layers that hold them."""
-    if not any(hasattr(module, "finetune_transposed") for module in model.modules()):
-        return []
-    from finetune.model.packed_experts import outermost
-
-    return outermost(model)
 
 
 def fit_swap(plugin: DeepSpeedPlugin, structure: Callable[[], nn.Module], ranks: int) -> None:

@@ -68,18 +68,15 @@ def _require_disk_access(strategy: Strategy, on_cpu: bool) -> None:
     if shutil.which("g++") is None or shutil.which("ninja") is None:
         what = "DeepSpeed compiles its NVMe access with g++ and ninja"
         raise _missing(strategy, what, "apt-get install g++ ninja-build")
-    if not _links("#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }", "aio"):
+    program = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }"
+    command = ["g++", "-x", "c++", "-", "-o", os.devnull, "-laio"]
+    if subprocess.run(command, input=program, text=True, capture_output=True, check=False).returncode != 0:
         raise _missing(strategy, "NVMe offload needs libaio and its header", "apt-get install libaio-dev")
     compile_ahead("AsyncIOBuilder", ("async_io", "pin_memory"), on_cpu)  # the second is built first
 
 
 def _missing(strategy: Strategy, what: str, remedy: str) -> EnvironmentMismatch:
     return EnvironmentMismatch(f"accelerate_config: {strategy.name}: {what}; install it with: {remedy}")
-
-
-def _links(program: str, library: str) -> bool:
-    command = ["g++", "-x", "c++", "-", "-o", os.devnull, f"-l{library}"]
-    return subprocess.run(command, input=program, text=True, capture_output=True, check=False).returncode == 0
 
 
 def compile_ahead(builder: str, folders: Sequence[str], on_cpu: bool) -> None:

@@ -170,7 +170,10 @@ def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
 
 def start_from(parts: Assembled, adapter: StartAdapter) -> None:
     """Fill the trained weights, in place on every rank. Raises FinetuneError if they are not finite."""
-    tensors = _tensors(adapter)
+    with safe_open(adapter.file, framework="pt") as opened:
+        tensors: dict[str, Tensor] = {name: opened.get_tensor(key) for name, key in adapter.keys.items()}
+    if bad := not_finite(tensors, 0):
+        raise FinetuneError(f"model.adapter: {adapter.name}: not finite: {bad[0]}; export an earlier step of its run")
     # ZeRO's engine trains float32 masters and copies them into the model's parameters.
     if parts.engine is not None:
         from finetune.strategies.zero_state import load_masters
@@ -181,12 +184,3 @@ def start_from(parts: Assembled, adapter: StartAdapter) -> None:
     dtypes = {name: tensor.dtype for name, tensor in model_tensors(parts.unwrapped_model).items()}
     own_tensors = {name: tensor.to(dtypes[name]) for name, tensor in parts.of_this_stage(tensors).items()}
     load_model(parts.unwrapped_model, own_tensors)
-
-
-def _tensors(adapter: StartAdapter) -> dict[str, Tensor]:
-    """The file's tensors by the model's names. Raises FinetuneError if one is not finite."""
-    with safe_open(adapter.file, framework="pt") as opened:
-        tensors: dict[str, Tensor] = {name: opened.get_tensor(key) for name, key in adapter.keys.items()}
-    if bad := not_finite(tensors, 0):
-        raise FinetuneError(f"model.adapter: {adapter.name}: not finite: {bad[0]}; export an earlier step of its run")
-    return tensors

@@ -6,7 +6,6 @@ Without it a billion layers would be built one by one, for days.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def refuse_sizes(path: Path, config: Mapping[str, Any]) -> None:
     if _entries(config) > MOST_ENTRIES:
         raise unreadable(path, f"holds more than {MOST_ENTRIES:,} values, which no configuration does")
     for place, section in _sections(config):
-        for wrong in chain(_wrong_kinds(section), _wrong_sizes(section), _wrong_heads(section)):
+        for wrong in _wrong(section):
             raise unreadable(path, f"{place}{wrong}", "correct the file, or fetch it again")
         if (parameters := _parameters(section)) > MOST_PARAMETERS:
             raise unreadable(path, f"{place}its sizes make {parameters:.0e} weights, more than any model has")
@@ -72,7 +71,7 @@ def _sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
             yield f"{name}: ", section
 
 
-def _wrong_kinds(section: Mapping[str, Any]) -> Iterator[str]:
+def _wrong(section: Mapping[str, Any]) -> Iterator[str]:
     for names, kind, words in ((SECTION_KEYS, dict, "a section"), (TEXT_KEYS, str, "text")):
         for name in names:
             if section.get(name) is not None and not isinstance(section[name], kind):
@@ -80,9 +79,6 @@ def _wrong_kinds(section: Mapping[str, Any]) -> Iterator[str]:
     classes = section.get("architectures")
     if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
         yield "architectures is not a list of names"
-
-
-def _wrong_sizes(section: Mapping[str, Any]) -> Iterator[str]:
     for name, most in MODEL_SIZES.items():
         for value in _values(section.get(name)):
             if type(value) is not int:
@@ -91,9 +87,6 @@ def _wrong_sizes(section: Mapping[str, Any]) -> Iterator[str]:
             least = 0 if name in MAY_BE_ZERO else 1
             if type(value) is int and not least <= value <= most:
                 yield f"{name} is {one_line(_number(value), 40)}, and must be from {least} to {most:,}"
-
-
-def _wrong_heads(section: Mapping[str, Any]) -> Iterator[str]:
     heads, shared = section.get("num_attention_heads"), section.get("num_key_value_heads")
     if type(heads) is int and type(shared) is int and heads % shared:
         yield f"num_attention_heads is {heads}, and must be a multiple of num_key_value_heads, {shared}"

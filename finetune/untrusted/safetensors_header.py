@@ -56,8 +56,11 @@ def read_header(path: Path) -> dict[str, TensorFacts]:
             if not size or len(head) < LENGTH_BYTES or length > min(MOST_HEADER, size - LENGTH_BYTES):
                 what = kind_by_head(head + file.read(56))
                 if not what and length <= size - LENGTH_BYTES:
-                    raise _too_many_names(path, length)
-                raise _no_safetensors(path, f"is {what}" if what else _cut_off(size, length))
+                    most = f"{MOST_HEADER / 2**20:.0f} MiB, the names of 250,000 tensors, are read"
+                    problem = f"has a header of {length:,} bytes, and at most {most}"
+                    raise unreadable(path, problem, "store it in several files")
+                cut_off = f"has {size:,} bytes, and its header alone would be {length:,}" if size else "is empty"
+                raise _no_safetensors(path, f"is {what}" if what else cut_off)
             content = file.read(length)
     except OSError as error:
         raise unreadable(path, f"cannot be read: {error.strerror}", "check the file") from None
@@ -106,17 +109,6 @@ def _refuse_what_safetensors_does(path: Path) -> None:
 
 def _no_safetensors(path: Path, what: str) -> Exception:
     return unreadable(path, f"{what}; it is not a whole safetensors file")
-
-
-def _too_many_names(path: Path, length: int) -> Exception:
-    most = f"{MOST_HEADER / 2**20:.0f} MiB, the names of 250,000 tensors, are read"
-    return unreadable(path, f"has a header of {length:,} bytes, and at most {most}", "store it in several files")
-
-
-def _cut_off(size: int, length: int) -> str:
-    if not size:
-        return "is empty"
-    return f"has {size:,} bytes, and its header alone would be {length:,}"
 
 
 def _range(path: Path, name: str, entry: Any) -> tuple[int, int]:

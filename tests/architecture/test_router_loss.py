@@ -22,6 +22,8 @@ from finetune.errors import FinetuneError
 from finetune.model.build import build_model, refuse_early
 from finetune.tokens.batches import micro_batches
 from tests.support.models.architectures import LENGTHS, Trained, difference, documents, save_shaken
+from tests.support.models.tiny import flat_batch
+from tests.support.rows.mixtures import save_mixture
 from tests.support.runs.recipes import least_recipe
 
 COEFFICIENT = 0.7
@@ -147,3 +149,30 @@ def test_a_model_without_it_is_refused(family: str, says: str, tmp_path: Path) -
 
 def test_the_documents_are_ragged() -> None:
     assert len(set(LENGTHS)) == len(LENGTHS) == 4
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_moe"])
+def test_tokens_go_to_the_experts_that_they_go_to_without_autocast(family: str, tmp_path: Path) -> None:
+    """GLM 4.5 and DeepSeek V3 multiply in float32 there; autocast would send 5 and 6 of 1,028 tokens elsewhere."""
+    folder = save_mixture(tmp_path, family)
+    for weights in (torch.float32, torch.bfloat16):  # transformers keeps these routers' weights in float32
+        recipe = least_recipe(folder, model={"dtype": "bfloat16"}, lora={"r": 4})
+        model, chosen, losses = build_model(recipe, torch.device("cpu")).bfloat16(), list[torch.Tensor](), []
+        for path, module in model.named_modules():
+            if path.endswith(".mlp.gate") and family != "qwen3_moe":
+                assert "forward" in vars(module)
+                module.to(weights)
+            if path.endswith(".mlp.experts") and hasattr(module, "down_proj") and module.down_proj.ndim == 3:
+                module.register_forward_pre_hook(
+                    lambda _, given, chosen=chosen: chosen.append(given[1].sort(-1).values)
+                )
+        batch = flat_batch((300, 20, 170, 61, 222, 37, 128, 90), vocabulary=97)
+        for enabled in (True, False):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                losses.append(float(model(**batch)))
+        half = len(chosen) // 2
+        assert half == (2 if family == "qwen3_moe" else 1)
+        assert [int((one != other).sum()) for one, other in zip(chosen[:half], chosen[half:], strict=True)] == [
+            0
+        ] * half
+        assert losses[0] == losses[1]

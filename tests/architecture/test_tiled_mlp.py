@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers
 from finetune.architecture.own_layers.compute import GATES, compute_layers, leave_to_library
-from finetune.architecture.own_layers.tiled_mlp import tiled_mlps
+from finetune.architecture.own_layers.norm_and_gate import tiled_mlps
 from finetune.errors import FinetuneError
 from finetune.measure.live_tensors import LiveTensors
 from finetune.model.build import build_model
@@ -36,6 +36,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "8 bits": {"lora": {"r": 4}, "quantization": {"load_in_8bit": True}},
 }
 
+IN_FLOAT64 = [method for method in METHODS if method not in ("two adapters' formats", "4 bits", "8 bits")]
+LIMITS = dict.fromkeys(METHODS, 1e-5) | dict.fromkeys(IN_FLOAT64, 1e-14) | {"two adapters' formats": 2e-2}
+
 
 def model_of(folder: Path, method: str, tile: int | None, recompute: bool | int = True) -> nn.Module:
     settings = {"model": {"dtype": "float32"}} | METHODS[method]
@@ -45,8 +48,16 @@ def model_of(folder: Path, method: str, tile: int | None, recompute: bool | int 
     draw = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=draw)
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=draw)
     return model
+
+
+def exact_model(folder: Path, method: str, tile: int | None, recompute: bool | int = True) -> nn.Module:
+    """In float64, except quantised layers, which have none: a CPU's products of a tile may round otherwise than the
+    row's, and small gradients of queries magnify that, by 3e-4 on AVX-512 in float32.
+    """
+    model = model_of(folder, method, tile, recompute)
+    return model.double() if method in IN_FLOAT64 else model
 
 
 def trained(model: nn.Module, *, autocast: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
@@ -70,16 +81,15 @@ def distance(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, di
 )
 def test_loss_and_gradients_as_without_tiles(tmp_path: Path, method: str, recompute: bool | int) -> None:
     folder = save_tiny(tmp_path)
-    expected = trained(model_of(folder, method, None, recompute))
-    limit = 2e-2 if "formats" in method else 1e-6
-    assert distance(trained(model_of(folder, method, TILE, recompute)), expected) < limit
+    expected = trained(exact_model(folder, method, None, recompute))
+    assert distance(trained(exact_model(folder, method, TILE, recompute)), expected) < LIMITS[method]
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3", "olmo2"])
 def test_layers_with_norms_elsewhere(tmp_path: Path, family: str) -> None:
     save_shaken(family, tmp_path)
-    assert distance(trained(model_of(tmp_path, "full", TILE)), trained(model_of(tmp_path, "full", None))) < 1e-6
+    assert distance(trained(exact_model(tmp_path, "full", TILE)), trained(exact_model(tmp_path, "full", None))) < 1e-14
 
 
 def test_weights_gradients_are_summed_in_float32(tmp_path: Path) -> None:
@@ -186,11 +196,11 @@ def test_without_gradients_it_runs_in_tiles_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["full", "lora", pytest.param("4 bits", marks=pytest.mark.thorough)])
 def test_a_tile_is_compiled_and_its_layer_is_not(tmp_path: Path, method: str) -> None:
     folder, counting = save_tiny(tmp_path), Counting()
-    expected = trained(model_of(folder, method, None))
-    model = model_of(folder, method, TILE)
+    expected = trained(exact_model(folder, method, None))
+    model = exact_model(folder, method, TILE)
     compiled = CompiledLayers(required=True, log=pytest.fail, backend=counting)
     compile_layers(model, compiled)
-    assert distance(trained(model), expected) < 1e-6
+    assert distance(trained(model), expected) < LIMITS[method]
     assert (counting.graphs, len(compiled.seconds), compiled.stopped) == (1, 1, None)
     model.zero_grad()
     for length in (33, 21, 6):  # a tile of one token too

@@ -21,8 +21,8 @@ from finetune.architecture.own_layers.compute import compute_layers
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, decoder_parts, structure_alone
 from finetune.model.mixtures import NOT_IN_FOUR_BITS, refuse_mixture
-from finetune.model.packed_experts import Mxfp4Experts, grouped_product, packed_experts
-from finetune.model.quantization import four_bit_weight, quantized_layers, unpacked_weight
+from finetune.model.packed_experts import Mxfp4Experts, grouped_product
+from finetune.model.quantization import four_bit_weight, packed_experts, quantized_layers, unpacked_weight
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 from tests.support.models.architectures import largest_difference, save_shaken

@@ -357,13 +357,13 @@ def test_the_model_is_probed_in_a_child(
     code, out, _ = plan_output([recipe, "--json"], capsys)
     assert code == 0
     assert set(json.loads(out)["probe"]["found"]) == {"kept", "recomputed"}
-    genuine = loss._loss_and_slope  # the child has what this process has
+    genuine = loss.loss_and_slope  # the child has what this process has
 
     def steeper(*given: Any, **options: Any) -> tuple[Any, Any]:
         lost, slope = genuine(*given, **options)
         return lost, None if slope is None else slope.mul_(1.01)
 
-    monkeypatch.setattr(loss, "_loss_and_slope", steeper)
+    monkeypatch.setattr(loss, "loss_and_slope", steeper)
     code, out, told = plan_output([recipe, "lora=null"], capsys)
     assert (code, out) == (4, "")
     assert "the loss differs" in told

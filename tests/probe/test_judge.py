@@ -74,13 +74,13 @@ def test_an_attention_that_differs_is_named_with_one_that_does_not(narrow: Path)
 
 @pytest.mark.thorough
 def test_a_loss_that_differs_is_named(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = loss._loss_and_slope
+    genuine = loss.loss_and_slope
 
     def steeper(*given: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         lost, slope = genuine(*given, **options)
         return lost, None if slope is None else slope.mul_(1.001)
 
-    monkeypatch.setattr(loss, "_loss_and_slope", steeper)
+    monkeypatch.setattr(loss, "loss_and_slope", steeper)
     message = refusal(least_recipe(narrow, lora=None))
     assert re.match(rf"model\.name_or_path: {narrow}: the loss differs: .*; choose another model$", message)
 

@@ -76,8 +76,9 @@ def test_the_curve_is_that_of_one_forward(
     page = recipe(tmp_path / "two", base, chats, engine=engine)
     ranks = 1 if strategy == "single" else 2
     assert launch([page], ranks=ranks, words=[f"accelerate_config={strategy}"], timeout=500) == [0]
-    # In 16 bits rounding decides which experts a token goes to: seen 3.8e-5 of a loss.
-    assert_one_curve(page, alone[engine], *((2e-4, 2e-2) if engine else ()))
+    # In 16 bits rounding decides which experts a token goes to. One process alone differs by 2.4e-4 and 4.5e-3 between
+    # micro-batches of 8, 4, 2 and 1 rows; ZeRO by 1.4e-4 and 2.6e-3. Three times the largest is allowed.
+    assert_one_curve(page, alone[engine], *((7e-4, 1.4e-2) if engine else ()))
     assert_the_last_step_exports_alike(page.parent / "run", tmp_path / "exported")
 
 

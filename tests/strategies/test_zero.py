@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -247,7 +248,8 @@ def test_what_is_missing_is_reported_with_the_line_to_install(
     find, which = importlib.util.find_spec, shutil.which
     monkeypatch.setattr(importlib.util, "find_spec", lambda found: None if found == missing else find(found))
     monkeypatch.setattr(shutil, "which", lambda found: None if found == missing else which(found) or found)
-    monkeypatch.setattr(zero_requirements, "_links", lambda *_: missing != "libaio")
+    linked = subprocess.CompletedProcess([], returncode=int(missing == "libaio"))
+    monkeypatch.setattr(zero_requirements.subprocess, "run", lambda *_, **__: linked)
     with pytest.raises(EnvironmentMismatch, match="install it ") as caught:
         require_deepspeed(name)
     assert str(caught.value).endswith(line)

@@ -300,7 +300,9 @@ def compile_layers(model: nn.Module, compiled: CompiledLayers) -> None:
     torch._dynamo.config.optimize_ddp = False
     compiled.applied = True
     for layer in tiled_mlps(model) or _layers(model):
-        layer.finetune_kind = _kind(layer)
+        # The key that tells layers with different graphs apart: structure, attention kind and recomputation.
+        attentions = [getattr(module, "sliding_window", None) for module in layer.modules()]
+        layer.finetune_kind = f"{layer!r} {attentions} {getattr(layer, 'gradient_checkpointing', False)}"
         layer.finetune_compiled = compiled
         layer.finetune_trained = any(each.requires_grad for each in layer.parameters())
         if hasattr(layer, "finetune_untiled"):
@@ -332,12 +334,6 @@ def _as_written(layer: Any) -> Callable[..., Any]:
     """A decoder layer's function; or that of a tile of an MLP, whose layer's graph would hold one number of tiles."""
     function: Callable[..., Any] = getattr(layer, "finetune_untiled", type(layer).forward)
     return function
-
-
-def _kind(layer: Any) -> str:
-    """The key that tells layers with different graphs apart: structure, attention kind and recomputation."""
-    attentions = [getattr(module, "sliding_window", None) for module in layer.modules()]
-    return f"{layer!r} {attentions} {getattr(layer, 'gradient_checkpointing', False)}"
 
 
 def _keeps_too_much(
@@ -428,7 +424,7 @@ def compile_as_asked(
         )
     elif reason := why_left_off(recipe, strategy, model):
         if asked is True:
-            raise _refused(reason)
+            raise EnvironmentMismatch(f"training.compile: true: {reason}; set training.compile: false")
         compiled.stopped = reason
     else:
         keep_graphs()
@@ -442,7 +438,11 @@ def why_left_off(recipe: Recipe, strategy: Strategy, model: PreTrainedModel) -> 
         return SWITCHED_OFF
     if recipe.training.compile == "auto" and recipe.training.mixed_precision in NOT_BY_AUTO:
         return FLOAT32
-    return not_compiled(recipe, strategy) or why_not_compiled(model) or _routers_are_read(recipe, model)
+    reason = not_compiled(recipe, strategy) or why_not_compiled(model)
+    if reason is None and router_coefficient(model.config, recipe):
+        # transformers' hooks also collect routers' outputs in a layer's trial, whose graph is gone when the loss reads.
+        reason = "the router's auxiliary loss reads routers inside of the layers"
+    return reason
 
 
 def keep_graphs(environment: MutableMapping[str, str] = os.environ) -> Path:
@@ -464,16 +464,3 @@ def _cached_graphs() -> Counter[str]:
     return Counter(
         found=counts["fxgraph_cache_hit"], made=counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
     )
-
-
-def _routers_are_read(recipe: Recipe, model: PreTrainedModel) -> str | None:
-    """transformers' hooks collect the routers' outputs inside the layers. They also collect them in a layer's trial,
-    whose graph is gone when the loss reads them.
-    """
-    if router_coefficient(model.config, recipe):
-        return "the router's auxiliary loss reads routers inside of the layers"
-    return None
-
-
-def _refused(reason: str) -> EnvironmentMismatch:
-    return EnvironmentMismatch(f"training.compile: true: {reason}; set training.compile: false")

@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.own_layers.lora_linear import product_dtype
-from finetune.architecture.own_layers.norm_and_gate import tiled_mlps
 from finetune.errors import FinetuneError
 
 
@@ -32,16 +31,13 @@ def tile_mlps(model: nn.Module, tokens: int) -> None:
     After `compute_norms_and_gates`, whose trial shows that an MLP computes each token alone. Only instances change.
     Raises FinetuneError if no layer has such an MLP.
     """
-    for layer in model.modules():
-        if not isinstance(layer, GradientCheckpointingLayer):
-            continue
-        for child in layer.children():
-            mlp: Any = child
-            if "finetune_gate" in vars(mlp):
-                mlp.finetune_untiled = mlp.forward.__func__
-                mlp.finetune_tile = MethodType(mlp.finetune_untiled, mlp)
-                mlp.finetune_tile_tokens, mlp.forward = tokens, MethodType(_forward, mlp)
-    if not tiled_mlps(model):
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    mlps: list[Any] = [child for layer in layers for child in layer.children() if "finetune_gate" in vars(child)]
+    for mlp in mlps:
+        mlp.finetune_untiled = mlp.forward.__func__
+        mlp.finetune_tile = MethodType(mlp.finetune_untiled, mlp)
+        mlp.finetune_tile_tokens, mlp.forward = tokens, MethodType(_forward, mlp)
+    if not mlps:
         raise FinetuneError(
             f"training.mlp_tile_tokens: {tokens}: no layer of this model has a dense gated MLP that the kit knows; "
             "leave it out"
@@ -51,24 +47,18 @@ def tile_mlps(model: nn.Module, tokens: int) -> None:
 def _forward(mlp: Any, hidden: Tensor) -> Tensor:
     """[..., width] to [..., width]."""
     flat = hidden.reshape(-1, hidden.shape[-1])  # [tokens, width]
-    trained = [each for each in mlp.parameters() if each.requires_grad]
-    if torch.is_grad_enabled() and (flat.requires_grad or trained):
-        kept = _Kept.apply(mlp, product_dtype(flat), flat, *trained)  # type: ignore[no-untyped-call]
-        output: Tensor = _Output.apply(kept, flat.detach(), mlp)  # type: ignore[no-untyped-call]
-    else:
-        output = _run_tiles(mlp, flat)
+    trained = [weight for weight in mlp.parameters() if weight.requires_grad]
+    if not torch.is_grad_enabled() or not (flat.requires_grad or trained):
+        return _run_tiles(mlp, flat).view(hidden.shape)
+    kept = _Kept.apply(mlp, product_dtype(flat), flat, *trained)  # type: ignore[no-untyped-call]
+    output: Tensor = _Output.apply(kept, flat.detach(), mlp)  # type: ignore[no-untyped-call]
     return output.view(hidden.shape)
 
 
 def _run_tiles(mlp: Any, flat: Tensor) -> Tensor:
-    output: Tensor | None = None
-    for start in range(0, flat.shape[0], mlp.finetune_tile_tokens):
-        tile = mlp.finetune_tile(flat[start : start + mlp.finetune_tile_tokens])
-        if output is None:
-            output = tile.new_empty(flat.shape)
-        output[start : start + tile.shape[0]] = tile.detach()
-        del tile  # before the next one is there
-    assert output is not None  # a micro-batch has a token
+    output = flat.new_empty(flat.shape, dtype=product_dtype(flat))
+    for result, tile in zip(*(rows.split(mlp.finetune_tile_tokens) for rows in (output, flat)), strict=True):
+        result.copy_(mlp.finetune_tile(tile).detach())
     return output
 
 
@@ -84,27 +74,25 @@ class _Kept(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (flat,), mlp = ctx.saved_tensors, ctx.mlp
-        trained = [each for each in mlp.parameters() if each.requires_grad]
+        trained = [weight for weight in mlp.parameters() if weight.requires_grad]
         grad_flat = torch.empty_like(flat) if ctx.needs_input_grad[2] else None
         # In float32, or the weight's own format if that is wider: there may be 100 tiles.
-        sums = [torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in trained]
-        device, dtype, enabled = ctx.casting
-        with torch.enable_grad(), torch.autocast(device, dtype, enabled):
+        formats = [torch.promote_types(weight.dtype, torch.float32) for weight in trained]
+        sums = [torch.zeros_like(weight, dtype=wide) for weight, wide in zip(trained, formats, strict=True)]
+        with torch.enable_grad(), torch.autocast(*ctx.casting):
             for start in range(0, flat.shape[0], mlp.finetune_tile_tokens):
                 rows = slice(start, start + mlp.finetune_tile_tokens)
                 tile = flat[rows].detach().requires_grad_(grad_flat is not None)
-                wanted = [tile, *trained] if grad_flat is not None else trained
-                output = mlp.finetune_tile(tile)
-                gradients = list(torch.autograd.grad(output, wanted, grad_output[rows], allow_unused=True))
-                del output
+                leaves = trained if grad_flat is None else [tile, *trained]
+                # The output has no name, so it ends with its gradients.
+                gradients = torch.autograd.grad(mlp.finetune_tile(tile), leaves, grad_output[rows], allow_unused=True)
                 if grad_flat is not None:
-                    grad_flat[rows] = gradients.pop(0)
+                    grad_flat[rows], *gradients = gradients
                 for total, gradient in zip(sums, gradients, strict=True):
                     if gradient is not None:
                         total.add_(gradient)
-                del gradients, tile
-        found = [total.to(each.dtype) for total, each in zip(sums, trained, strict=True)]
-        return None, None, grad_flat, *found
+                del gradients, gradient, tile
+        return None, None, grad_flat, *(total.to(weight.dtype) for total, weight in zip(sums, trained, strict=True))
 
 
 class _Output(torch.autograd.Function):

@@ -113,7 +113,7 @@ def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
     for phase, deep_stats in deep.collectives.items():
         stats = shallow.collectives.get(phase, {})
         collectives[phase] = {
-            name: _line(stats.get(name, CollectiveStats()), each, times) for name, each in deep_stats.items()
+            name: _sum(few := stats.get(name, CollectiveStats()), few, more, times) for name, more in deep_stats.items()
         }
     return StepWork(operations, collectives, deep.compiles)
 
@@ -139,11 +139,6 @@ def with_more_micro_steps(work: StepWork, first: StepWork, second: StepWork, cou
             name: _sum(base.get(name, none), fewer.get(name, none), each, times) for name, each in sent.items()
         }
     return replace(work, operations=operations, collectives=collectives)
-
-
-def _line(start: CollectiveStats, end: CollectiveStats, times: float) -> CollectiveStats:
-    """Each figure in `start`, plus the surplus in `end` times `times`."""
-    return _sum(start, start, end, times)
 
 
 def _sum(base: CollectiveStats, start: CollectiveStats, end: CollectiveStats, times: float) -> CollectiveStats:

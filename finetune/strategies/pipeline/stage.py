@@ -81,7 +81,9 @@ class LayerRun(nn.Module):
         try:
             with self._autocast():
                 if self.is_last:
-                    return self._last(dict(given))
+                    loss: Tensor = self.decoder(**given)
+                    self.loss = loss.detach()
+                    return loss
                 return self._sent(dict(given))
         finally:
             self._crossing.layers = self._crossing.received = self._crossing.sent = None
@@ -104,11 +106,6 @@ class LayerRun(nn.Module):
             return self._sent({key: value for key, value in given.items() if key not in OF_THE_HEAD})
         finally:
             self._crossing.layers = self._crossing.received = self._crossing.sent = None
-
-    def _last(self, batch: dict[str, Any]) -> Tensor:
-        loss: Tensor = self.decoder(**batch)
-        self.loss = loss.detach()
-        return loss
 
     def _sent(self, batch: dict[str, Any]) -> Tensor:
         for name in LEARNED:

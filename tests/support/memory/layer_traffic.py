@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.architecture import attention
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers
 from finetune.architecture.compiled.loss_kernel import compiled_loss
-from finetune.architecture.loss import AS_IT_IS, loss_and_slope_as_written, put_loss_into_forward
+from finetune.architecture.loss import AS_IT_IS, loss_and_slope, put_loss_into_forward
 from finetune.architecture.own_layers.compute import compute_layers
 from finetune.architecture.recomputation import checkpoint_layers
 from finetune.model.known_configs import full_config
@@ -122,9 +122,7 @@ def loss_step(*, one_kernel: bool, vocabulary: int, rows: int = 64) -> Counter[s
         kinds = [(_kind(node), 4 * quarter) for node, quarter in nodes]
         return Counter(kernels=sum(kind is not None for kind, _ in kinds), bytes=sum(nbytes for _, nbytes in kinds))
     with _Traffic() as traffic:
-        loss_and_slope_as_written(
-            product, torch.empty((rows, vocabulary)), target, AS_IT_IS, all_learned=True, learn=True
-        )
+        loss_and_slope(product, torch.empty((rows, vocabulary)), target, AS_IT_IS, all_learned=True, learn=True)
     return traffic.found
 
 
