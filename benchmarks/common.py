@@ -22,7 +22,8 @@ from finetune.architecture import attention
 from finetune.measure.host_memory import usable_cores
 from finetune.measure.metrics import Terminal
 from finetune.measure.phases import Phases
-from finetune.model.build import attention_name, build_model, load_tokenizer
+from finetune.model.build import attention_name, build_model
+from finetune.model.new_tokens import load_tokenizer
 from finetune.model.optimizer import Schedule, make_optimizer
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy

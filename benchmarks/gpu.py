@@ -12,6 +12,7 @@ operator     attention that no flash kernel computes, inside compiled layers: Ge
 proofs       small trainings beside the CPU's curve, on one GPU and on all of them (gpu_proofs.py)
 generate     a random 8B answers 64 prompts: batches of three sizes, adapters merged or not, transformers' own batches;
              1,000 prompts as `eval` answers them
+offloading   hidden states in host memory: the same bits, the bytes by arithmetic, the seconds that copies add
 peer         transformers, peft and Liger on the rows of 8B LoRA
 two_ranks    two ranks on this card over gloo: which collectives work, DDP, FSDP2; FSDP2 as one rank over NCCL
 RECIPE       Llama 3.2 1B or 3.1 8B with random weights of that shape, a few steps as the recipe stands, on rows drawn
@@ -77,15 +78,15 @@ from finetune.launch.watched_job import ended_by_signals
 # again for one-byte moments.
 CHECKS = {"environment": 30.0, "optimizer": 65.0, "layers": 120.0, "proofs": 300.0}
 # Guesses. operator: three cases of 40. generate: 30 to make the model, 60 and 45 to answer. peer: 30 to start, two
-# ways of 30. two_ranks: five starts of 20.
-CHECKS |= {"operator": 120.0, "generate": 135.0, "peer": 100.0, "two_ranks": 110.0}
+# ways of 30. two_ranks: five starts of 20. offloading: 20 to import, six micro-batches of 2, gradients to compare.
+CHECKS |= {"operator": 120.0, "generate": 135.0, "peer": 100.0, "two_ranks": 110.0, "offloading": 45.0}
 # A GPU that is lent for ten minutes at a time: what to run in each of them, with what it shows.
 CALLS = {
     1: ("llama3_1b_lora_1x8gb:auto", "llama3_8b_lora_1x80gb", "llama3_8b_lora_1x80gb:fp8"),  # three speeds
     2: ("llama3_8b_full_1x80gb", "llama3_8b_lora_1x80gb:profile"),  # a fourth, and where the time goes
     3: ("operator", "optimizer", "layers", "llama3_qlora"),  # no kernel hangs; one-byte moments; bitsandbytes' share
     4: ("dpo", "dpo:eager", "generate", "two_ranks"),  # references compiled; answers; collectives, FSDP2 over NCCL
-    5: ("proofs",),  # the CPU's curves, resumes bitwise
+    5: ("proofs", "offloading"),  # the CPU's curves, resumes bitwise; hidden states in host memory
     6: ("llama3_8b_lora_1x80gb:again", "peer"),  # a second start; another trainer on the same rows
     7: ("qwen3_30b_a3b_qlora_code_1x24gb",),  # experts in 4 bits
     8: ("qwen3_8b_qlora_long_1x24gb",),  # hidden states in host memory
@@ -106,6 +107,7 @@ FIRST = (
     "generate",
     "peer",
     "two_ranks",
+    "offloading",
 )
 CALL_MINUTES = 9.0
 PATIENCE, PATIENCE_ON_CPU = 3.0, 30.0  # times its estimate, after which a step is taken to hang

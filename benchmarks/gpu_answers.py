@@ -27,7 +27,7 @@ def generate(lines: Lines, *, shrunken: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     from finetune.generation.generate import left_padded, prompt_batches
-    from finetune.generation.held_out import Answering, ScoredSet, generated_answers
+    from finetune.generation.held_out import Batching, ScoredSet, generated_answers
     from finetune.model.known_configs import full_config
     from finetune.rehearse.shrink import BUILT_IN, train_tokenizer
     from finetune.scoring.metrics import Scored
@@ -96,7 +96,7 @@ def generate(lines: Lines, *, shrunken: bool) -> None:
             model,
             tokenizer,
             ScoredSet("prompts", asked, [Scored("", "")] * rows, [], new),
-            Answering(True, device),
+            Batching(True, device),
             show,
             lambda line: found.update(told=line),
         )

@@ -35,6 +35,7 @@ from typing import Any
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_answers import generate
+from benchmarks.gpu_offloading import offloading
 from benchmarks.gpu_peer import peer
 from benchmarks.gpu_proofs import ProofBench, ProofMachine, find_gpus, plan_proofs, write_proof_recipe
 from benchmarks.gpu_recipes import LAYERS, OUT_OF_TIME, last_line, run_checks
@@ -589,6 +590,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "peer": peer,
     "two_ranks": two_ranks,
+    "offloading": offloading,
 }
 
 

@@ -1,21 +1,15 @@
 """Hidden states in host memory on a GPU: the same bits, the bytes by arithmetic, and the seconds that copies add.
 
-    python benchmarks/gpu_offloading.py [--shrunken]
-
-A check for gpu_checks.py's CHECKS: `offloading(lines, shrunken=...)`. Layers of Llama 8B's width with random weights,
-all of them frozen but the norms, every layer recomputed, rows of 16,384 tokens: three micro-batches with and without
-`training.activation_offloading`, from the same weights. On a CPU, `--shrunken`, memory and seconds are not judged.
+The step `offloading` of gpu.py: layers of Llama 8B's width with random weights, all of them frozen but the norms, every
+layer recomputed, rows of 16,384 tokens. Three micro-batches run with and without `training.activation_offloading`, from
+the same weights. On a CPU, `--shrunken`, memory and seconds are not judged.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 LAYERS, TOKENS, STEPS = 8, 16_384, 3
 
@@ -94,12 +88,3 @@ def _trained(layers: int, tokens: int, *, offloads: bool, shrunken: bool) -> dic
         "seconds": sorted(seconds)[len(seconds) // 2],
         "hidden_size": config.hidden_size,
     }
-
-
-class _Printed:
-    def add(self, name: str, state: str, seen: str, seconds: float, **_: Any) -> None:
-        print(f"{state} {seconds:.1f} s  {name}: {seen}")
-
-
-if __name__ == "__main__":
-    offloading(_Printed(), shrunken="--shrunken" in sys.argv)

@@ -154,17 +154,13 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
     from finetune.launch.plan import plan_launch
     from finetune.recipe.strategy import strategy_of
     from finetune.report.trackers import check_trackers
-    from finetune.strategies.accelerator import check_combination, check_has_gpu
-    from finetune.strategies.packages import check_packages
+    from finetune.strategies.accelerator import machine_checks
 
-    recipe, strategy = loaded.recipe, strategy_of(loaded.recipe)
-    on_cpu = not recipe.budget.gpus
+    recipe = loaded.recipe
     launch = replace(read_launch(), words=("python", str(TRAIN_SCRIPT), str(loaded.path)))
     checks: dict[str, Callable[[], object]] = {
         "ranks": lambda: ranks_here(plan_launch(loaded.path, [], launcher="torchrun")),
-        "devices": lambda: check_has_gpu(recipe, launch),
-        "packages": lambda: check_packages(recipe, strategy),
-        "strategy": lambda: check_combination(recipe, strategy, on_cpu=on_cpu),
+        **machine_checks(recipe, strategy_of(recipe), launch, on_cpu=not recipe.budget.gpus),
         "trackers": lambda: check_trackers(recipe),
     }
     for name, check in checks.items():

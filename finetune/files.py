@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import stat
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.library_errors import library_errors
 from finetune.output_stream import one_line
 from finetune.paths import kind_of_file, open_regular, regular_descriptor
 
@@ -47,7 +47,7 @@ def cache_folder() -> Path:
 def write_text(path: Path, text: str) -> None:
     """Replaces the file's content by `text`, or leaves it as it was. Raises EnvironmentMismatch where it cannot."""
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
-    with disk_errors(path):
+    with library_errors(writing=path):
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -208,15 +208,20 @@ def refuse_other_kinds(folder: Path, names: Iterable[str]) -> None:
             raise FinetuneError(f"{path}: is {kind}, not the run's own file; remove it, or choose another output_dir")
 
 
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The text of a JSONL file."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append one JSON object per line, each in one write, so that a reader sees complete lines.
 
     Numbers keep their full precision. NaN and infinity, which JSON lacks, become null.
     """
-    with disk_errors(path):
+    with library_errors(writing=path):
         descriptor = regular_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
     try:
-        with disk_errors(path):
+        with library_errors(writing=path):
             for row in rows:
                 line = (json.dumps(finite_values(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
                 written = os.write(descriptor, line)
@@ -284,35 +289,6 @@ def finite_values(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite_values(entry) for entry in value]
     return value
-
-
-@contextmanager
-def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
-    """Put this around writing `path`. A full or unwritable disk becomes EnvironmentMismatch: one line that also says
-    what is `kept` and what to do.
-    """
-    try:
-        yield
-    except FinetuneError:
-        raise
-    except OSError as error:
-        raise EnvironmentMismatch(_disk_message(path, error.errno, error.strerror or str(error), kept)) from error
-    except Exception as error:
-        errno_text = re.search(r"os error (\d+)", str(error))  # safetensors and tokenizers give it in their text alone
-        if errno_text is None:
-            raise
-        number = int(errno_text[1])
-        raise EnvironmentMismatch(_disk_message(path, number, os.strerror(number), kept)) from error
-
-
-def _disk_message(path: Path, number: int | None, reason: str, kept: str) -> str:
-    if number not in (errno.ENOSPC, errno.EDQUOT):
-        return f"{path}: could not be written: {reason}; {kept}check the folder's rights and its disk"
-    free = shutil.disk_usage(next(parent for parent in path.parents if parent.exists())).free
-    return (
-        f"{path}: could not be written: the disk is full ({free / 2**20:,.0f} MiB free); {kept}"
-        "free some space or choose another output_dir, then run the same command again"
-    )
 
 
 LOCK = ".lock"  # in a folder: the process that writes in it holds the lock

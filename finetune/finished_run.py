@@ -26,10 +26,11 @@ from finetune.base.location import folder_of
 from finetune.data.cells import BadRow
 from finetune.errors import DoesNotFit, FinetuneError, NotFinite
 from finetune.generation.generate import stop_on
+from finetune.library_errors import library_errors, words_of
 from finetune.model.adapter_targets import has_experts
 from finetune.model.adapters import experts_as_parameters, silenced_peft, take_new_rows_into_loss
-from finetune.model.build import configuration, decoder_parts, load_base, load_tokenizer
-from finetune.model.new_tokens import add_rows
+from finetune.model.build import configuration, decoder_parts, load_base
+from finetune.model.new_tokens import add_rows, load_tokenizer
 from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
@@ -39,7 +40,6 @@ from finetune.run_folder.tensor_checks import first_not_finite
 from finetune.tokens.conversation import Conversation, read_conversation
 from finetune.tokens.encoder import Encoder
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.model_code import refuse_other_code, refuse_unknown_code
 from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, look_at_adapter, patterns_of
 from finetune.untrusted.programs import look_at_tokenizer, refuse_slow_patterns
@@ -123,7 +123,7 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
     # A stranger's pattern may take exponential time on these paths. Refuse it before peft tries it.
     paths = [path for path, _ in base.named_modules()]
     refuse_slow_patterns(str(run.product / ADAPTER_CONFIG), patterns_of(settings), paths)
-    with experts_as_parameters(base), silenced_peft(), in_one_line(lambda error: _no_adapter(run, error)):
+    with experts_as_parameters(base), silenced_peft(), library_errors(lambda error: _no_adapter(run, error)):
         adapted = PeftModel.from_pretrained(base, str(run.product)).eval()
     # peft passes over missing tensors, and the model would answer like its base. Refuse such a file.
     expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
@@ -166,7 +166,7 @@ def load_run_tokenizer(run: FinishedRun) -> PreTrainedTokenizerBase:
         return load_tokenizer(run.recipe)
     look_at_tokenizer(run.product)
     message = f"{run.product}: the tokenizer could not be loaded"
-    with in_one_line(lambda error: FinetuneError(f"{message}: {words_of(error)}; resume the run")):
+    with library_errors(message, "resume the run"):
         # False refuses code beside the tokenizer. None would ask a question on the terminal.
         trust = run.recipe.model.trust_remote_code
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.product, trust_remote_code=trust)

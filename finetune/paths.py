@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from typing import IO
 
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = PACKAGE.parent  # PYTHONPATH needs it for `import finetune`; a checkout has docs/ here too
@@ -15,6 +19,7 @@ SHIPPED = PACKAGE / "shipped" if (PACKAGE / "shipped").is_dir() else CHECKOUT
 RECIPES = SHIPPED / "recipes"
 TRAIN_SCRIPT = PACKAGE / "train.py"  # what `accelerate launch` is given
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # UTF-8's
 _KINDS = {
     stat.S_IFIFO: "is a pipe, not a file",
     stat.S_IFSOCK: "is a socket, not a file",
@@ -69,6 +74,13 @@ def regular_descriptor(path: str | os.PathLike[str], flags: int) -> int:
 def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> BufferedReader:
     """Open a file for reading; with `follow` a link to a file too. Raises OSError as `regular_descriptor`."""
     return open(regular_descriptor(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW)), "rb")
+
+
+@contextmanager
+def open_bytes(file: Path) -> Iterator[IO[bytes]]:
+    """A file's bytes, decompressed if its name ends with .gz. Raises OSError, also for a pipe or a device."""
+    with open_regular(file) as stored, gzip.open(stored, "rb") if file.suffix == ".gz" else stored as stream:
+        yield stream  # type: ignore[misc]  # gzip's stream reads bytes like any other
 
 
 def read_regular(path: str | os.PathLike[str], most: int, *, follow: bool = True) -> bytes:

@@ -125,29 +125,23 @@ def hide_in(value: Any, known: Iterable[str]) -> Any:
 
 def _hidden(text: str, known: Iterable[str], instead: Callable[[str], str]) -> str:
     if INVISIBLE.search(text) and find_secret(text, known):
-        return _hidden_between(text, known, instead)
+        # Invisible characters may lie inside a secret. They are hidden with it.
+        places = [at for at, letter in enumerate(text) if not INVISIBLE.match(letter)]
+        plain = "".join(text[at] for at in places)
+        spans = [match.span() for value in known for match in re.finditer(re.escape(value), plain)]
+        spans += [match.span() for _, pattern in PATTERNS for match in re.finditer(pattern, plain)]
+        parts, copied = [], 0
+        for first, last in sorted(spans):
+            begin, end = places[first], places[last - 1] + 1
+            if begin >= copied:
+                parts += [text[copied:begin], instead(text[begin:end])]
+                copied = end
+        return "".join([*parts, text[copied:]])
     for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, instead(value))
     for _, pattern in PATTERNS:
         text = re.sub(pattern, lambda match: instead(match[0]), text)
     return text
-
-
-def _hidden_between(text: str, known: Iterable[str], instead: Callable[[str], str]) -> str:
-    """Hide secrets in a text that may have invisible characters inside them. Each secret is hidden with those
-    characters.
-    """
-    places = [at for at, letter in enumerate(text) if not INVISIBLE.match(letter)]
-    plain = "".join(text[at] for at in places)
-    spans = [match.span() for value in known for match in re.finditer(re.escape(value), plain)]
-    spans += [match.span() for _, pattern in PATTERNS for match in re.finditer(pattern, plain)]
-    parts, copied = [], 0
-    for first, last in sorted(spans):
-        begin, end = places[first], places[last - 1] + 1
-        if begin >= copied:
-            parts += [text[copied:begin], instead(text[begin:end])]
-            copied = end
-    return "".join([*parts, text[copied:]])
 
 
 def _covered(secret: str) -> str:

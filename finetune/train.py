@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments:
             return 0
         return 2
-    from finetune.untrusted.library_words import segments_explained
+    from finetune.library_errors import library_errors
 
     try:
-        with segments_explained():
+        with library_errors():
             refuse_deleted_folder()
             loaded = load_recipe(arguments[0], arguments[1:], here=True)
             announce(loaded.recipe)
@@ -81,8 +81,8 @@ def run_training(loaded: LoadedRecipe, launch: Launch) -> int:
     choices = choose(checked)
     start = prepare(choices)
     code = 0
-    steps, silent = start.plan.total_steps, not launch.is_main
-    with RunOutput(start.recipe, steps, silent=silent, writes=start.writes, mirror=start.mirror) as output:
+    recipe, steps, silent = choices.recipe, start.plan.total_steps, not launch.is_main
+    with RunOutput(recipe, steps, silent=silent, writes=start.writes, mirror=start.mirror) as output:
         with session(start, output) as opened:
             if opened is not None:  # else this run is finished already
                 code = train(build(opened)).exit_code
@@ -90,11 +90,11 @@ def run_training(loaded: LoadedRecipe, launch: Launch) -> int:
         if start.writes:
             from finetune.report.run_page import write_pages
 
-            write_pages(start.run_dir, print)
-    if code == 0 and start.recipe.hub.push and launch.is_main:
+            write_pages(Path(recipe.run_dir), print)
+    if code == 0 and recipe.hub.push and launch.is_main:
         from finetune.hub.around_training import push_after_training
 
-        push_after_training(start.recipe)
+        push_after_training(recipe)
     return code
 
 
@@ -140,9 +140,10 @@ def set_up_process(recipe: Recipe) -> Launch:
     bound_libraries()  # this call and the next must come before torch loads
     set_gpu_environment(deterministic=recipe.training.deterministic)
     from finetune.launch.launcher import read_launch, under_launcher
-    from finetune.launch.slurm import slurm_ranks
 
-    if not under_launcher():
+    if "SLURM_PROCID" in os.environ and not under_launcher():
+        from finetune.launch.slurm import slurm_ranks
+
         os.environ |= slurm_ranks(os.environ)
     from finetune.measure.host_memory import cores_each
 

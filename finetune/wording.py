@@ -79,11 +79,3 @@ def duration(seconds: float) -> str:
     if total >= 60:
         return f"{total // 60}:{total % 60:02d}"
     return f"{total} s"
-
-
-def error_in_one_line(error: BaseException) -> str:
-    """The error and its cause, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:200]
-    cause = f" ({error_in_one_line(error.__cause__)})" if error.__cause__ is not None else ""
-    return f"{type(error).__name__}: {first}{cause}"

@@ -15,7 +15,8 @@ from finetune.architecture import attention
 from finetune.errors import EnvironmentMismatch
 from finetune.files import cache_folder, read_lines, remove_folder
 from finetune.launch.watched_job import StepFailed, TrainingJob, ended_by_signals, started, wait_for_end
-from finetune.model.build import attention_name, build_model, load_tokenizer
+from finetune.model.build import attention_name, build_model
+from finetune.model.new_tokens import load_tokenizer
 from finetune.output_stream import silenced
 from finetune.recipe.schema import Recipe
 from finetune.tokens.batches import MicroBatch

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
 from finetune.errors import FinetuneError
-from finetune.finished_run import BOTH, FinishedRun, models_of
+from finetune.finished_run import BOTH, FinishedRun, best_device, models_of
 from finetune.generation.generate import stop_on
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
@@ -35,7 +35,6 @@ from finetune.training.start_adapter import find_start_adapter, start_from
 from finetune.training.watchdog import BROKEN
 
 LOST_SECONDS = 2.0  # until the launcher has seen that another rank ended first
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -50,24 +49,32 @@ class Computing:
 
 
 @contextmanager
-def computing_ranks(recipe: Recipe, launch: Launch) -> Iterator[Computing]:
-    """The process group of an evaluation. Every rank enters it. Raises EnvironmentMismatch."""
-    recipe = _as_evaluated(recipe)
-    strategy, device = check_launch(recipe, launch), device_of(launch)
-    with rendezvous(launch):
-        accelerator = build_accelerator(recipe, strategy, launch)
-    use_all_cores(launch, device, offloaded=strategy.offloaded)
-    try:
-        sharding = strategy if strategy.shards_parameters else None
-        # Over gloo, and without an end: rank 0 may run a slow scorer while the others wait.
-        waiting = dist.new_group(backend="gloo", timeout=WAITING) if dist.is_initialized() else None
-        yield Computing(accelerator.device, all_ranks(waiting), accelerator, launch, sharding)
-    finally:
-        if strategy.uses_engine:
-            from finetune.strategies.zero import release_engine
+def computing_ranks(recipe: Callable[[], Recipe], launch: Launch | None) -> Iterator[Computing]:
+    """This process alone, or the process group of an evaluation. Every rank enters it. Raises EnvironmentMismatch.
 
-            release_engine(accelerator)
-        accelerator.end_training()
+    Args:
+        recipe: Gives the strategy that shards the weights.
+    """
+    if launch is None or launch.world_size == 1:
+        yield Computing(best_device())
+        return
+    with _one_rank_speaks():
+        evaluated = _as_evaluated(recipe())
+        strategy, device = check_launch(evaluated, launch), device_of(launch)
+        with rendezvous(launch):
+            accelerator = build_accelerator(evaluated, strategy, launch)
+        use_all_cores(launch, device, offloaded=strategy.offloaded)
+        try:
+            sharding = strategy if strategy.shards_parameters else None
+            # Over gloo, and without an end: rank 0 may run a slow scorer while the others wait.
+            waiting = dist.new_group(backend="gloo", timeout=WAITING) if dist.is_initialized() else None
+            yield Computing(accelerator.device, all_ranks(waiting), accelerator, launch, sharding)
+        finally:
+            if strategy.uses_engine:
+                from finetune.strategies.zero import release_engine
+
+                release_engine(accelerator)
+            accelerator.end_training()
 
 
 def _as_evaluated(recipe: Recipe) -> Recipe:
@@ -85,15 +92,17 @@ def _as_evaluated(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def models_by_ranks(run: FinishedRun, by: Computing, names: Sequence[str] = BOTH) -> Iterator[tuple[str, Assembled]]:
+def models_by_ranks(
+    run: FinishedRun, computing: Computing, names: Sequence[str] = BOTH
+) -> Iterator[tuple[str, Assembled]]:
     """("base", ...), then ("tuned", ...), as `models_of`. Every rank calls it."""
-    if by.sharding is None:
-        for name, model in models_of(run, by.device, with_loss=True, names=names):
+    if computing.sharding is None:
+        for name, model in models_of(run, computing.device, with_loss=True, names=names):
             yield name, Assembled(model, model, None)
             del model  # before the next one is loaded
         return
     recipe = _as_evaluated(run.recipe)
-    assert by.accelerator is not None
+    assert computing.accelerator is not None
     if recipe.lora is None:
         # The exported model's folder takes the base's place. Its files have the new tokens' rows.
         tuned = recipe.model.model_copy(
@@ -101,21 +110,26 @@ def models_by_ranks(run: FinishedRun, by: Computing, names: Sequence[str] = BOTH
         )
         sections = {"base": recipe.model, "tuned": tuned}
         for name in names:
-            yield name, _assembled(run, recipe.model_copy(update={"model": sections[name]}), by)
-            by.accelerator.free_memory()
+            yield name, _assembled(run, recipe.model_copy(update={"model": sections[name]}), computing)
+            computing.accelerator.free_memory()
             give_back_freed_memory()
-            give_back_cached_memory(by.device)
+            give_back_cached_memory(computing.device)
         return
-    # Adapters that add nothing at first, and that the exported ones replace.
+    # Build empty adapters, then load the exported weights into them.
     lora = recipe.lora.model_copy(update={"init_lora_weights": True})
     named = recipe.model.model_copy(update={"adapter": str(run.product), "adapter_revision": None})
     adapter = None
     if "tuned" in names:
-        with _without_zero3(by):  # the model that it is compared with is built without data
+        zero3: AbstractContextManager[None] = nullcontext()
+        if computing.sharding.uses_engine:
+            from finetune.strategies.zero import loading_unsharded
+
+            zero3 = loading_unsharded(computing.accelerator.state.deepspeed_plugin)
+        with zero3:  # the model that it is compared with is built without data
             adapter = find_start_adapter(recipe.model_copy(update={"lora": lora, "model": named}))
         assert adapter is not None
     section = recipe.model.model_copy(update={"adapter": None})
-    assembled = _assembled(run, recipe.model_copy(update={"lora": lora, "model": section}), by)
+    assembled = _assembled(run, recipe.model_copy(update={"lora": lora, "model": section}), computing)
     if "base" in names:
         with cast("Any", assembled.unwrapped_model).disable_adapter():
             yield "base", assembled
@@ -124,43 +138,16 @@ def models_by_ranks(run: FinishedRun, by: Computing, names: Sequence[str] = BOTH
         yield "tuned", assembled
 
 
-def _assembled(run: FinishedRun, recipe: Recipe, by: Computing) -> Assembled:
-    assert by.sharding is not None
-    assert by.accelerator is not None
-    assembled = assemble(recipe, by.sharding, by.accelerator, launch=by.launch)
+def _assembled(run: FinishedRun, recipe: Recipe, computing: Computing) -> Assembled:
+    assert computing.sharding is not None
+    assert computing.accelerator is not None
+    assembled = assemble(recipe, computing.sharding, computing.accelerator, launch=computing.launch)
     stop_on(assembled.unwrapped_model, run.conversation.stops.values())
     return assembled
 
 
-def _without_zero3(by: Computing) -> AbstractContextManager[None]:
-    assert by.sharding is not None
-    if not by.sharding.uses_engine:
-        return nullcontext()
-    from finetune.strategies.zero import loading_unsharded
-
-    assert by.accelerator is not None
-    return loading_unsharded(by.accelerator.state.deepspeed_plugin)
-
-
-def rank_0_first(by: Computing, act: Callable[[], _T]) -> _T:
-    """Run `act` on rank 0 alone; return its result on every rank. It writes files for the others, or decides for them.
-
-    Raises rank 0's FinetuneError on every rank.
-    """
-    found: _T | FinetuneError | None = None
-    if by.ranks.rank == 0:
-        try:
-            found = act()
-        except FinetuneError as error:
-            found = error
-    found = by.ranks.gather(found)[0]
-    if isinstance(found, FinetuneError):
-        raise found
-    return found
-
-
 @contextmanager
-def one_rank_speaks() -> Iterator[None]:
+def _one_rank_speaks() -> Iterator[None]:
     """Within the block, one rank says why it failed, and the launcher ends the others.
 
     A rank above 0 waits before it says so: if all ranks have the error, rank 0 says it meanwhile. A rank whose

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -13,12 +12,13 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from finetune.answers.endpoint import Drawn, Endpoint, NoAnswer, reply_of
+from finetune.answers.endpoint import Endpoint, NoAnswer, reply_of
 from finetune.data.cells import BadRow
 from finetune.data.chat import Chat
 from finetune.errors import FinetuneError
+from finetune.files import json_lines
 from finetune.finished_run import best_device, finished_run, load_adapted, load_run_tokenizer, load_whole
-from finetune.generation.generate import answer, answering
+from finetune.generation.generate import Sampling, answer, answering
 from finetune.output_stream import one_line, without_controls
 from finetune.tokens.encoder import Encoder
 
@@ -66,41 +66,36 @@ class ChatSession:
 
     def speakers(self, who: Who) -> list[Participant]:
         """Raises FinetuneError for the base where there is none."""
-        found = [one for one in (self.base, self.tuned) if one is not None and who in (one.name, "both")]
-        if not found:
+        participants = [
+            participant
+            for participant in (self.base, self.tuned)
+            if participant is not None and who in (participant.name, "both")
+        ]
+        if not participants:
             raise FinetuneError("base: is not asked; name it with --base-model")
-        return found
+        return participants
 
     def reply(self, speaker: Participant, text: str, settings: GenerationSettings, streamer: Any = None) -> str:
         """The speaker's answer to `text` after its history. Both are remembered, or after an error neither."""
-        asked = [*speaker.history, {"role": "user", "content": text}]
-        messages = [*self.opening, *asked]
+        turns = [*speaker.history, {"role": "user", "content": text}]
+        messages = [*self.opening, *turns]
         if self.endpoint is not None:
-            new, warmth = settings.max_new_tokens, settings.temperature
+            new, sampling = settings.max_new_tokens, Sampling(settings.temperature, seed=settings.seed)
             chat = Chat(messages, None, [False] * len(messages), self.encoder.variables_for_server())
-            reply = reply_of(
-                self.endpoint, speaker.model, chat, max_new_tokens=new, drawn=Drawn(warmth, seed=settings.seed)
-            ).text
+            reply = reply_of(self.endpoint, speaker.model, chat, max_new_tokens=new, sampling=sampling).text
             if streamer is not None:
                 streamer.on_finalized_text(reply, stream_end=True)
-            speaker.history[:] = [*asked, {"role": "assistant", "content": reply}]
-            return reply
-        try:
-            prompt = self.encoder.prompt_ids(messages)
-        except BadRow as error:
-            raise FinetuneError(f"the chat template refuses this conversation: {error}") from error
-        if settings.seed is not None:  # for each answer, so that base and tuned draw the same numbers
-            torch.manual_seed(settings.seed)
-        with answering(speaker.model), speaker.turn_off_adapter():
-            reply = answer(
-                speaker.model,
-                self.tokenizer,
-                prompt,
-                max_new_tokens=settings.max_new_tokens,
-                temperature=settings.temperature,
-                streamer=streamer,
-            )
-        speaker.history[:] = [*asked, {"role": "assistant", "content": reply}]
+        else:
+            try:
+                prompt = self.encoder.prompt_ids(messages)
+            except BadRow as error:
+                raise FinetuneError(f"the chat template refuses this conversation: {error}") from error
+            if settings.seed is not None:  # for each answer, so that base and tuned draw the same numbers
+                torch.manual_seed(settings.seed)
+            options: Any = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
+            with answering(speaker.model), speaker.turn_off_adapter():
+                reply = answer(speaker.model, self.tokenizer, prompt, streamer=streamer, **options)
+        speaker.history[:] = [*turns, {"role": "assistant", "content": reply}]
         return reply
 
 
@@ -140,7 +135,7 @@ def chat_loop(
     lines: Iterable[str],
     who: Who,
     settings: GenerationSettings,
-    log: Callable[[str], None],
+    say: Callable[[str], None],
     *,
     typed: bool = False,
 ) -> None:
@@ -158,22 +153,22 @@ def chat_loop(
                 session.speakers(WHO[command])
                 who = WHO[command]
             except FinetuneError as error:
-                log(str(error))
+                say(str(error))
         elif text.startswith("/"):
-            log(_run_command(session, settings, command, argument.strip()))
+            say(_run_command(session, settings, command, argument.strip()))
         elif text:
             for speaker in session.speakers(who):
-                log(f"\n{speaker.name}:")
+                say(f"\n{speaker.name}:")
                 streamer = PlainStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
                 try:
                     session.reply(speaker, text, settings, streamer)
                 except KeyboardInterrupt:
-                    log("\n(stopped; not remembered)")
+                    say("\n(stopped; not remembered)")
                     break  # the next speaker does not answer either
                 except NoAnswer as error:
                     if not typed:
                         raise
-                    log(f"({error}; not remembered)")
+                    say(f"({error}; not remembered)")
                     break
 
 
@@ -220,7 +215,7 @@ def _save(session: ChatSession, path: Path) -> str:
         return "nothing to show yet"
     try:
         with path.open("x", encoding="utf-8") as file:  # x: never overwrite a file
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.write(json_lines(rows))
     except FileExistsError:
         return f"{path}: is there already; choose another name"
     except OSError as error:
@@ -229,15 +224,15 @@ def _save(session: ChatSession, path: Path) -> str:
 
 
 def converse(
-    session: ChatSession, prompts: Sequence[str], who: Who, settings: GenerationSettings, log: Callable[[str], None]
+    session: ChatSession, prompts: Sequence[str], who: Who, settings: GenerationSettings, say: Callable[[str], None]
 ) -> None:
-    """Answer the prompts, or typed lines if there are none, through `log`. Raises FinetuneError."""
+    """Answer the prompts, or typed lines if there are none, through `say`. Raises FinetuneError."""
     session.speakers(who)
     for note in session.notes:
-        log(note)
+        say(note)
     if not prompts:
-        log(HELP)
-    chat_loop(session, prompts or typed_lines(), who, settings, log, typed=not prompts)
+        say(HELP)
+    chat_loop(session, prompts or typed_lines(), who, settings, say, typed=not prompts)
 
 
 def answers_to(

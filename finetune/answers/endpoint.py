@@ -17,28 +17,24 @@ import os
 import ssl
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from finetune.data.chat import Chat, Passage, documents_in
-from finetune.data.rows import RowReader
-from finetune.data.sources import asked_entry, resolve
+from finetune.data.chat import Chat, Passage
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import append_lines, read_lines
-from finetune.generation.generate import Answer
-from finetune.generation.held_out import ScoredSet
+from finetune.generation.generate import Answer, Sampling
 from finetune.output_stream import printable
-from finetune.recipe.schema import DataSet, Recipe
 from finetune.redaction import hide_secrets, known_secrets
-from finetune.tokens.encoder import Encoder, RowError
 from finetune.wording import counted
 
 KEY = "FINETUNE_ENDPOINT_KEY"
@@ -77,16 +73,7 @@ class Endpoint:
         return {**({"base": self.base_model} if self.base_model else {}), "tuned": self.model}
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """How a server draws one answer. Not every server obeys the seed."""
-
-    temperature: float
-    top_p: float = 1.0
-    seed: int | None = None
-
-
-LIKELIEST = Drawn(0.0)
+LIKELIEST = Sampling(0.0, seed=None)
 
 
 def open_endpoint(
@@ -141,10 +128,10 @@ def open_endpoint(
 
 
 def reply_of(
-    endpoint: Endpoint, model: str, asked: Chat | Passage, *, max_new_tokens: int, drawn: Drawn = LIKELIEST
+    endpoint: Endpoint, model: str, question: Chat | Passage, *, max_new_tokens: int, sampling: Sampling = LIKELIEST
 ) -> Answer:
     """One answer. Raises EnvironmentMismatch in one line; NoAnswer if the next question may have one."""
-    path, body = _question_sent(model, asked, max_new_tokens, drawn)
+    path, body = _question_sent(model, question, max_new_tokens, sampling)
     try:
         reply = _request(endpoint.url + path, body)
     except NoAnswer as error:  # OpenAI's newer models, Mistral's API
@@ -163,7 +150,7 @@ def reply_of(
         calls = message.get("tool_calls") or []
         if not calls and isinstance(message.get("function_call"), dict):
             calls = [{"function": message["function_call"]}]
-    if isinstance(asked, Passage) and isinstance(choice, dict):
+    if isinstance(question, Passage) and isinstance(choice, dict):
         text = _text_of(choice.get("text"))
     if isinstance(calls, list) and calls:
         text = "\n".join([text or "", *map(_written_call, calls)])
@@ -222,20 +209,22 @@ def server_notes(answers: Sequence[Answer], prompts: Sequence[int]) -> list[str]
     return notes
 
 
-def _question_sent(model: str, asked: Chat | Passage, max_new_tokens: int, drawn: Drawn) -> tuple[str, dict[str, Any]]:
+def _question_sent(
+    model: str, question: Chat | Passage, max_new_tokens: int, sampling: Sampling
+) -> tuple[str, dict[str, Any]]:
     """The page and the body of a request."""
-    body: dict[str, Any] = {"model": model, "max_tokens": max_new_tokens, "temperature": drawn.temperature}
-    if drawn.top_p < 1:
-        body["top_p"] = drawn.top_p
-    if drawn.seed is not None:
-        body["seed"] = drawn.seed
-    if isinstance(asked, Passage):
-        return "/completions", body | {"prompt": asked.prompt}
-    body["messages"] = _sent_messages(asked.messages)
-    if asked.tools:
-        body["tools"] = asked.tools
-    if asked.template_kwargs:
-        body["chat_template_kwargs"] = asked.template_kwargs
+    body: dict[str, Any] = {"model": model, "max_tokens": max_new_tokens, "temperature": sampling.temperature}
+    if sampling.top_p < 1:
+        body["top_p"] = sampling.top_p
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    if isinstance(question, Passage):
+        return "/completions", body | {"prompt": question.prompt}
+    body["messages"] = _sent_messages(question.messages)
+    if question.tools:
+        body["tools"] = question.tools
+    if question.template_kwargs:
+        body["chat_template_kwargs"] = question.template_kwargs
     return "/chat/completions", body
 
 
@@ -248,25 +237,24 @@ class KeptAnswers:
 
     def __init__(self, file: Path, endpoint: Endpoint) -> None:
         self.file, self._url = file, endpoint.url
-        self._found: dict[str, Answer] = {}
+        self._answers: dict[str, Answer] = {}
         for row in read_lines(file) if file.is_file() else ():
-            if isinstance(row.get("asked"), str) and isinstance(row.get("text"), str):
-                ending, read = str(row.get("ending", "")), row.get("prompt_tokens")
+            key, text, read = row.get("asked"), row.get("text"), row.get("prompt_tokens")
+            if isinstance(key, str) and isinstance(text, str):
+                ended, ending = row.get("ended") is True, str(row.get("ending", ""))
                 read = read if isinstance(read, int) else None
-                self._found[row["asked"]] = Answer(
-                    row["text"], row.get("ended") is True, ending=ending, prompt_tokens=read
-                )
+                self._answers[key] = Answer(text, ended, ending=ending, prompt_tokens=read)
 
-    def of(
-        self, model: str, asked: Chat | Passage, max_new_tokens: int, drawn: Drawn = LIKELIEST
+    def find(
+        self, model: str, question: Chat | Passage, max_new_tokens: int, sampling: Sampling
     ) -> tuple[str, Answer | None]:
         """The request's hash, and its answer if there is one."""
-        path, body = _question_sent(model, asked, max_new_tokens, drawn)
+        path, body = _question_sent(model, question, max_new_tokens, sampling)
         key = hashlib.sha256(json.dumps([self._url, path, body], sort_keys=True).encode()).hexdigest()
-        return key, self._found.get(key)
+        return key, self._answers.get(key)
 
     def keep(self, key: str, answer: Answer) -> None:
-        self._found[key] = answer
+        self._answers[key] = answer
         line = {"asked": key, "text": answer.text, "ended": answer.ended}
         append_lines(self.file, [line | {"ending": answer.ending, "prompt_tokens": answer.prompt_tokens}])
 
@@ -278,135 +266,70 @@ class KeptAnswers:
 def endpoint_answers(
     endpoint: Endpoint,
     model: str,
-    asked: Sequence[tuple[str, Chat | Passage]],
+    questions: Sequence[tuple[str, Chat | Passage]],
     max_new_tokens: int,
     show: Callable[[str], None],
     kept: KeptAnswers,
-    draws: Sequence[Drawn] = (),
+    samplings: Sequence[Sampling] = (),
 ) -> list[Answer]:
-    """Answers in their order, PARALLEL at a time: greedy, or by `draws`. `asked` are places, for messages, and
+    """Answers in their order, PARALLEL at a time: greedy, or by `samplings`. `questions` are places, for messages, and
     conversations.
 
     A question without an answer does not end the others, until MOST_UNANSWERED have none. Then, or at the end, the
     first fault is raised. Any other fault ends everything. `kept` has every answer that came, and those are not asked
     for. Threads are daemons, so Ctrl-C does not wait for a slow server.
     """
-    keys, found, draws = list[str](), dict[int, Answer](), draws or [LIKELIEST] * len(asked)
-    for index, (_, question) in enumerate(asked):
-        key, answer = kept.of(model, question, max_new_tokens, draws[index])
+    keys, answers = list[str](), dict[int, Answer]()
+    samplings = samplings or [LIKELIEST] * len(questions)
+    for index, (_, question) in enumerate(questions):
+        key, answer = kept.find(model, question, max_new_tokens, samplings[index])
         keys.append(key)
         if answer is not None:
-            found[index] = answer
+            answers[index] = answer
     failed: list[Exception] = []
-    left = iter([index for index in range(len(asked)) if index not in found])
-    changed = threading.Condition()
-    running = min(PARALLEL, len(asked) - len(found))
+    outcomes: SimpleQueue[tuple[int, Answer | Exception]] = SimpleQueue()
 
-    def gives_up() -> bool:
-        return len(failed) >= MOST_UNANSWERED or any(not isinstance(error, NoAnswer) for error in failed)
+    def request(index: int) -> None:
+        place, question = questions[index]
+        outcome: Answer | Exception
+        try:
+            sampling = samplings[index]
+            outcome = reply_of(endpoint, model, question, max_new_tokens=max_new_tokens, sampling=sampling)
+        except EnvironmentMismatch as error:
+            outcome = type(error)(f"{error} (asked for {place})")
+        except Exception as error:  # raised again below
+            outcome = error
+        outcomes.put((index, outcome))
 
-    def work() -> None:
-        nonlocal running
-        while True:
-            with changed:
-                index = None if gives_up() else next(left, None)
-                if index is None:
-                    running -= 1
-                    changed.notify()
-                    return
-            place, question = asked[index]
-            try:
-                answer: Answer | Exception = reply_of(
-                    endpoint, model, question, max_new_tokens=max_new_tokens, drawn=draws[index]
-                )
-            except EnvironmentMismatch as error:
-                answer = type(error)(f"{error} (asked for {place})")
-            except Exception as error:  # raised again below
-                answer = error
-            with changed:
-                try:
-                    if isinstance(answer, Exception):
-                        failed.append(answer)
-                    else:
-                        found[index] = answer
-                        kept.keep(keys[index], answer)
-                except Exception as error:  # the disk is full
-                    failed.append(error)
-                changed.notify()
-
-    for _ in range(running):
-        threading.Thread(target=work, daemon=True).start()
+    left, running = deque(index for index in range(len(questions)) if index not in answers), 0
     given_up = math.inf  # when, on the monotonic clock
-    with changed:
-        while running and time.monotonic() < given_up + LAST_REPLIES:
-            changed.wait(1.0)
-            show(f"answer {len(found)} of {len(asked)}")
-            if gives_up():
-                given_up = min(given_up, time.monotonic())
-        if failed:
-            first = next((error for error in failed if not isinstance(error, NoAnswer)), failed[0])
-            if found and isinstance(first, EnvironmentMismatch):
-                rest = len(asked) - len(found)
-                raise EnvironmentMismatch(
-                    f"{first}; {len(found):,} answers are kept in {kept.file}: the same command asks the other {rest:,}"
-                )
-            raise first
-    return [found[index] for index in range(len(asked))]
-
-
-def conversations(
-    recipe: Recipe, encoder: Encoder, asked: ScoredSet, file: str | DataSet | None
-) -> list[tuple[str, Chat | Passage]]:
-    """The conversation of each prompt, up to its answer. Raises FinetuneError if a row has changed since."""
-    contents = row_contents(recipe, encoder, asked, file)
-    return [(item.place, _question(content, encoder)) for item, content in zip(asked.items, contents, strict=True)]
-
-
-def row_contents(
-    recipe: Recipe, encoder: Encoder, asked: ScoredSet, file: str | DataSet | None
-) -> list[Chat | Passage]:
-    """Each prompt's chat or text with its answer, read from its row again.
-
-    A row may have several examples. The prompt's tokens say which one is asked. Raises FinetuneError if a row has
-    changed since.
-    """
-    waiting: dict[str, list[int]] = {}
-    for index, item in enumerate(asked.items):
-        waiting.setdefault(item.place, []).append(index)
-    found: dict[int, Chat | Passage] = {}
-    entries = recipe.data.sets if file is None else [asked_entry(recipe.data.train[0], file)]
-    for entry in entries:
-        for row in RowReader(resolve(entry)).rows():
-            if row.place not in waiting or row.read is None:
-                continue
-            for example in encoder.examples(row.read):
-                content = documents_in(example)[0]
-                try:
-                    document = encoder.document(content)
-                except RowError:
-                    continue
-                for index in waiting[row.place]:
-                    ids = asked.prompts[index].prompt_ids
-                    if index not in found and document.input_ids[: len(ids)] == ids:
-                        found[index] = content
-            if len(found) == len(asked.items):
-                break
-    if missing := [item.place for index, item in enumerate(asked.items) if index not in found]:
-        raise FinetuneError(f"{missing[0]}: this row is not as it was when the data was tokenised; run it again")
-    return [found[index] for index in range(len(asked.items))]
-
-
-def _question(content: Chat | Passage, encoder: Encoder) -> Chat | Passage:
-    """The conversation up to its last supervised answer."""
-    if isinstance(content, Passage):
-        return content
-    last = max(
-        index
-        for index, message in enumerate(content.messages)
-        if message["role"] == "assistant" and content.supervised[index]
-    )
-    variables = encoder.variables_for_server(content.template_kwargs)
-    return Chat(content.messages[:last], content.tools, content.supervised[:last], variables)
+    while (left or running) and time.monotonic() < given_up + LAST_REPLIES:
+        while left and running < PARALLEL:
+            threading.Thread(target=request, args=(left.popleft(),), daemon=True).start()
+            running += 1
+        with suppress(Empty):
+            index, outcome = outcomes.get(timeout=1.0)
+            running -= 1
+            try:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                answers[index] = outcome
+                kept.keep(keys[index], outcome)
+            except Exception as error:  # also of a full disk
+                failed.append(error)
+        show(f"answer {len(answers)} of {len(questions)}")
+        if len(failed) >= MOST_UNANSWERED or any(not isinstance(error, NoAnswer) for error in failed):
+            left.clear()
+            given_up = min(given_up, time.monotonic())
+    if failed:
+        first = next((error for error in failed if not isinstance(error, NoAnswer)), failed[0])
+        if answers and isinstance(first, EnvironmentMismatch):
+            rest = len(questions) - len(answers)
+            raise EnvironmentMismatch(
+                f"{first}; {len(answers):,} answers are kept in {kept.file}: the same command asks the other {rest:,}"
+            )
+        raise first
+    return [answers[index] for index in range(len(questions))]
 
 
 def _sent_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -449,12 +372,9 @@ class _NoRedirect(HTTPRedirectHandler):
 
 
 def _served(url: str) -> list[str]:
-    listed = _request(f"{url}/models", None).get("data")
-    return (
-        [str(each["id"]) for each in listed if isinstance(each, dict) and "id" in each]
-        if isinstance(listed, list)
-        else []
-    )
+    models = _request(f"{url}/models", None).get("data")
+    models = models if isinstance(models, list) else []
+    return [str(model["id"]) for model in models if isinstance(model, dict) and "id" in model]
 
 
 def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -546,23 +466,22 @@ def _within(seconds: float, work: Callable[[], _Result]) -> _Result:
 
     A socket's own limit is for each read, so a server that drips bytes would never reach it.
     """
-    results: list[_Result] = []
-    errors: list[BaseException] = []
+    outcomes: SimpleQueue[tuple[_Result | None, BaseException | None]] = SimpleQueue()
 
     def run() -> None:
         try:
-            results.append(work())
+            outcomes.put((work(), None))
         except BaseException as error:
-            errors.append(error)
+            outcomes.put((None, error))
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError
-    return results[0]
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        result, error = outcomes.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return cast("_Result", result)
 
 
 _STATES = {

@@ -52,21 +52,21 @@ def chosen_metrics(names: Sequence[str], scorer: str | None = None) -> list[Metr
 
 def thresholds(texts: Sequence[str]) -> dict[str, float]:
     """`exact=0.8` as a metric and the least mean of the tuned model. Raises FinetuneError."""
-    found = {}
+    least_scores = {}
     for text in texts:
         name, equals, value = text.partition("=")
         try:
-            found[name] = float(value)
+            least_scores[name] = float(value)
         except ValueError:
-            found[name] = -1.0
-        if not equals or not 0 <= found[name] <= 1:
+            least_scores[name] = -1.0
+        if not equals or not 0 <= least_scores[name] <= 1:
             raise FinetuneError(f"--fail-under {text}: write a metric and a number from 0 to 1, as exact=0.8")
-    return found
+    return least_scores
 
 
-def refuse_unknown_thresholds(wanted: Mapping[str, float], measured: Sequence[str]) -> None:
+def refuse_unknown_thresholds(thresholds: Mapping[str, float], measured: Sequence[str]) -> None:
     """Raise FinetuneError for a threshold on a metric that is not measured."""
-    for name in wanted:
+    for name in thresholds:
         if name not in measured:
             raise FinetuneError(
                 f"--fail-under {name}: is not measured here; measured are {', '.join(measured) or 'none'}"

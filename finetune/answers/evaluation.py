@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,11 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from finetune.answers.by_ranks import Computing, computing_ranks, models_by_ranks, one_rank_speaks, rank_0_first
-from finetune.answers.endpoint import Endpoint, KeptAnswers, conversations, endpoint_answers, server_notes
+from finetune.answers.by_ranks import Computing, computing_ranks, models_by_ranks
+from finetune.answers.endpoint import Endpoint, KeptAnswers, endpoint_answers, server_notes
 from finetune.answers.eval_request import EvalRequest, refuse_unknown_thresholds
 from finetune.answers.lm_eval_tasks import task_figures, tasks_in_words
-from finetune.answers.options import OptionScores, given_options
+from finetune.answers.options import given_options
 from finetune.answers.own_scorer import OwnScorer
 from finetune.answers.scores import (
     BELOW_THRESHOLD,
@@ -40,20 +40,26 @@ from finetune.errors import DataError, FinetuneError, NotFinite
 from finetune.finished_run import (
     FinishedRun,
     answer_with_fewer_kernels,
-    best_device,
     finished_run,
     fitting,
     load_run_tokenizer,
     recipe_of_run,
 )
 from finetune.generation.generate import Answer, may_share_a_batch
-from finetune.generation.held_out import Answering, ScoredSet, generated_answers, held_out_set, scores_on_all
+from finetune.generation.held_out import (
+    Batching,
+    ScoredSet,
+    conversations,
+    generated_answers,
+    held_out_set,
+    scores_on_all,
+)
 from finetune.hand_over.export_step import run_at
 from finetune.launch.launcher import Launch
 from finetune.measure.metrics import evaluation_in_words
-from finetune.model.build import attention_name, load_tokenizer
+from finetune.model.build import attention_name
 from finetune.model.dtypes import COMPUTE
-from finetune.recipe.schema import Recipe
+from finetune.model.new_tokens import load_tokenizer
 from finetune.run_folder.facts import EVAL_KEPT, read_run, require_run_folder
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
 from finetune.scoring.general import general_rows, general_scores
@@ -89,41 +95,33 @@ def evaluate_finished(
         say: Receives each result at once.
         show: Receives the progress.
         step: The checkpoint of this step is exported first and measured; None: the run's own export.
-        launch: This rank's launch, if there are several; every rank calls this function. Rank 0 alone writes, says and
-            returns a missed threshold.
+        launch: This rank's launch, if there are several; every rank calls this function. Rank 0 alone writes and
+            returns figures; the caller prints on rank 0 alone.
     """
     if not request.generate and (request.metrics or request.scorer or request.file):
         raise FinetuneError("--loss-only: generates no answers, which --metric, --scorer and --data need; leave it out")
     if request.endpoint is not None and (request.tasks or not request.generate):
         remedy = "lm-eval asks servers itself (--model local-chat-completions)" if request.tasks else "leave it out"
         raise FinetuneError(f"{'--tasks' if request.tasks else '--loss-only'}: needs the model, not a server; {remedy}")
-    if launch is None or launch.world_size == 1:
-        return _evaluated(run_at(run_dir, step), Computing(best_device()), request, say, show)
-    if request.tasks or request.endpoint is not None:
-        named = "--tasks" if request.tasks else "--endpoint"
-        raise FinetuneError(f"{named}: is asked by one process; {launch.world_size} were started")
-    with one_rank_speaks(), computing_ranks(recipe_of_run(require_run_folder(run_dir)), launch) as by:
-        folder = rank_0_first(by, lambda: run_at(run_dir, step))
-        if launch.is_main:
-            return _evaluated(folder, by, request, say, show)
-        _evaluated(folder, by, request, lambda _: None, lambda _: None)
-        return {}
-
-
-def _evaluated(folder: Path, by: Computing, request: EvalRequest, say: _Say, show: _Say) -> dict[str, Any]:
-    run, device = finished_run(folder), by.device
-    result: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
-    with nullcontext() if request.scorer is None else OwnScorer(request.scorer, request.scorer_seconds) as own:
-        if own is not None:
-            request = replace(request, metrics=[*request.metrics, Metric(own.name, function=own.score)])
+    if launch is not None and launch.world_size > 1 and (request.tasks or request.endpoint is not None):
+        option = "--tasks" if request.tasks else "--endpoint"
+        raise FinetuneError(f"{option}: is asked by one process; {launch.world_size} were started")
+    with ExitStack() as stack:
+        computing = stack.enter_context(computing_ranks(lambda: recipe_of_run(require_run_folder(run_dir)), launch))
+        folder = computing.ranks.rank_0_first(lambda: run_at(run_dir, step))
+        run = finished_run(folder)
+        if request.scorer is not None:
+            scorer = stack.enter_context(OwnScorer(request.scorer, request.scorer_seconds))
+            request = replace(request, metrics=[*request.metrics, Metric(scorer.name, function=scorer.score)])
+        result: dict[str, Any] = {}
+        rows: list[dict[str, Any]] = []
         # Tasks bring their own data, so with them a recipe without held-out rows is no mistake.
         if not request.tasks or run.recipe.data.eval is not None or request.file is not None or request.general:
-            result, rows = measure(run, by, request, say, show)
-    if by.ranks.rank:
-        return result
+            result, rows = measure(run, computing, request, say, show)
+    if computing.ranks.rank:
+        return {}
     if request.tasks:
-        result["tasks"] = task_figures(run, device, request, say)
+        result["tasks"] = task_figures(run, computing.device, request, say)
         say(tasks_in_words(result["tasks"]))
     if kept := keeps_earlier(folder, result, request.limit):
         say(kept)
@@ -150,7 +148,7 @@ class Question(Protocol):
 
 
 def measure(
-    run: FinishedRun, by: Computing, request: EvalRequest, say: _Say, show: _Say
+    run: FinishedRun, computing: Computing, request: EvalRequest, say: _Say, show: _Say
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The figures for eval.json by question, and the rows with both models' answers. Each model is loaded once.
 
@@ -162,92 +160,90 @@ def measure(
     elif request.file is None and recipe.eval.generate.file is None and not request.general:
         remedy = "name rows: --data FILE, or --general or --tasks"
         raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); {remedy}")
-    questions = _questions(run, by, prepared, request, say)
+    questions = _questions(run, computing, prepared, request, say)
     if request.endpoint is not None and questions:
-        return _measured_there(run, questions, request, request.endpoint, say, show)
-    found: dict[str, dict[str, Any]] = {question.key: {} for question in questions}
-    models: Iterator[tuple[str, Assembled]] = iter(())
-    if questions:
-        # Loaded alike whether a loss is measured or not: in bfloat16 the kit's layers and the library's give logits
-        # that differ by 0.44 (SmolLM2-135M), and the base's score would depend on the run it is compared with.
-        models = models_by_ranks(run, by)
-    for name, model in models:
+        answers = _server_answers(run, questions, request, request.endpoint, say, show)
+        result: dict[str, Any] = {
+            "endpoint": {"model": request.endpoint.model, "base_model": request.endpoint.base_model}
+        }
+    else:
+        answers, result = _model_answers(run, computing, questions, show), {}
+        if questions and (start := recipe.model.adapter) is not None:
+            trainings = "that this training started from; differences are of both trainings together"
+            say(f"base: without the adapter {start} {trainings}")
+            result["started_from"] = start
+        # A loss of preferences compares with the run's own start, so it would say nothing about the base.
+        if recipe.preferences is not None and prepared is not None:
+            recorded = read_run(run.folder, recipe).exported_eval()
+            wrote = f"; of these weights the run itself wrote {evaluation_in_words(recorded)}" if recorded else ""
+            say(f"{WHY_NO_LOSS}{wrote}")
+            if recorded:
+                rewards = {name: recorded[name] for name in ("reward_accuracy", "reward_margin") if name in recorded}
+                result["held_out"] = {"recorded": recorded["loss"], **rewards}
+    rows: list[dict[str, Any]] = []
+    for question in questions:
+        outcome = question.compare(**answers[question.key])
+        result[question.key] = outcome.figures
+        rows += outcome.rows
+        say(outcome.words)
+    return result, rows
+
+
+def _model_answers(
+    run: FinishedRun, computing: Computing, questions: Sequence[Question], show: _Say
+) -> dict[str, dict[str, Any]]:
+    """Question -> model -> its loss or answers. Each model is loaded once."""
+    answers: dict[str, dict[str, Any]] = {question.key: {} for question in questions}
+    # Loaded alike whether a loss is measured or not: in bfloat16 the kit's layers and the library's give logits
+    # that differ by 0.44 (SmolLM2-135M), and the base's score would depend on the run it is compared with.
+    for name, model in models_by_ranks(run, computing) if questions else ():
 
         def show_model(text: str, name: str = name) -> None:
             show(f"{name} model: {text}")
 
-        with fitting(by.device, run, by.ranks.world):
+        with fitting(computing.device, run, computing.ranks.world):
             for question in questions:
-                if name == "tuned" and isinstance(question, Scores | General) and by.sharding is None:
+                if name == "tuned" and isinstance(question, Scores | General) and computing.sharding is None:
                     answer_with_fewer_kernels(model.unwrapped_model)
-                found[question.key][name] = question.ask(model, name, show_model)
+                answers[question.key][name] = question.ask(model, name, show_model)
         del model  # the next one takes its place on the device
-    result: dict[str, Any] = {}
-    if questions:
-        result |= _started_from(recipe, say)
-    # A loss of preferences compares with the run's own start, so it would say nothing about the base.
-    if recipe.preferences is not None and prepared is not None:
-        recorded = read_run(run.folder, recipe).exported_eval()
-        wrote = f"; of these weights the run itself wrote {evaluation_in_words(recorded)}" if recorded else ""
-        say(f"{WHY_NO_LOSS}{wrote}")
-        if recorded:
-            rewards = {name: recorded[name] for name in ("reward_accuracy", "reward_margin") if name in recorded}
-            result["held_out"] = {"recorded": recorded["loss"], **rewards}
-    rows: list[dict[str, Any]] = []
-    for question in questions:
-        outcome = question.compare(**found[question.key])
-        result[question.key] = outcome.figures
-        rows += outcome.rows
-        say(outcome.words)
-    return result, rows
+    return answers
 
 
-def _measured_there(
-    run: FinishedRun,
-    questions: Sequence[Any],
-    request: EvalRequest,
-    endpoint: Endpoint,
-    say: _Say,
-    show: _Say,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """As `measure`, by the answers of a server. Only the tokenizer is loaded, which finds the rows."""
-    recipe = run.recipe
-    encoder = Encoder(load_run_tokenizer(run), recipe.data, recipe.model)
+def _server_answers(
+    run: FinishedRun, questions: Sequence[Any], request: EvalRequest, endpoint: Endpoint, say: _Say, show: _Say
+) -> dict[str, dict[str, Any]]:
+    """As `_model_answers`, by a server. Only the tokenizer is loaded, which finds the rows."""
+    encoder = Encoder(load_run_tokenizer(run), run.recipe.data, run.recipe.model)
     say("held-out loss: not measured; a server gives no loss: finetune eval without --endpoint measures it")
     if endpoint.base_model is None:
         say("base: not asked, so there are no differences; name it with --base-model")
-    result: dict[str, Any] = {"endpoint": {"model": endpoint.model, "base_model": endpoint.base_model}}
-    rows: list[dict[str, Any]] = []
-    file = request.entry or (str(request.file) if request.file else recipe.eval.generate.file)
     kept = KeptAnswers(run.folder / EVAL_KEPT, endpoint)
+    answers: dict[str, dict[str, Any]] = {question.key: {"base": None} for question in questions}
     for question in questions:
-        asked: list[tuple[str, Chat | Passage]]
+        scored_set = question.scored_set
         if isinstance(question, General):
-            asked = [(each.prompt, _plain_question(encoder, each.prompt)) for each in question.asked.prompts]
+            requests = [(prompt.prompt, _plain_question(encoder, prompt.prompt)) for prompt in scored_set.prompts]
         else:
-            asked = conversations(recipe, encoder, question.asked, file)
-        answers: dict[str, list[Answer] | None] = {"base": None}
+            chats = conversations(run.recipe, encoder, scored_set)
+            requests = [(item.place, chat) for item, chat in zip(scored_set.items, chats, strict=True)]
         for name, model in endpoint.models().items():
 
-            def show_model(text: str, name: str = name, what: str = question.asked.name) -> None:
-                show(f"{name} model, {what}: {text}")
+            def show_model(text: str, name: str = name, rows: str = scored_set.name) -> None:
+                show(f"{name} model, {rows}: {text}")
 
-            found = endpoint_answers(endpoint, model, asked, question.asked.max_new_tokens, show_model, kept)
+            replies = endpoint_answers(endpoint, model, requests, scored_set.max_new_tokens, show_model, kept)
             for stop in run.conversation.stops:
-                if shown := sum(each.text.endswith(stop) for each in found):
+                if count := sum(reply.text.endswith(stop) for reply in replies):
                     say(
-                        f"{name}: {counted(shown, 'answer')} end with {stop}, which the server shows as text; "
+                        f"{name}: {counted(count, 'answer')} end with {stop}, which the server shows as text; "
                         "they are scored so"
                     )
-            for note in server_notes(found, [len(prompt.prompt_ids) for prompt in question.asked.prompts]):
+            for note in server_notes(replies, [len(prompt.prompt_ids) for prompt in scored_set.prompts]):
                 say(f"{name}: {note}")
-            answers[name] = found
-        outcome = question.compare(answers["base"], answers["tuned"] or [])
-        result[question.key] = outcome.figures
-        rows += outcome.rows
-        say(outcome.words)
+            answers[question.key][name] = replies
     kept.forget()
-    return result, rows
+    return answers
 
 
 def _plain_question(encoder: Encoder, text: str) -> Chat | Passage:
@@ -257,19 +253,20 @@ def _plain_question(encoder: Encoder, text: str) -> Chat | Passage:
 
 
 def _questions(
-    run: FinishedRun, by: Computing, prepared: Prepared | None, request: EvalRequest, say: _Say
+    run: FinishedRun, computing: Computing, prepared: Prepared | None, request: EvalRequest, say: _Say
 ) -> list[Question]:
     """The questions of this request, in the order of eval.json. Raises FinetuneError for one that cannot be asked."""
     recipe, questions, measured = run.recipe, list[Question](), list[str]()
     tokenizer = load_run_tokenizer(run)
     encoder = Encoder(tokenizer, recipe.data, recipe.model)
     shared = may_share_a_batch(read_run(run.folder, recipe).receipt.get("probe") or {})
-    how = Answering(shared, by.device, by.ranks, by.sharding is not None)
+    arithmetic = partial(_arithmetic, run.recipe.training.mixed_precision, computing)
+    batching = Batching(shared, computing.device, computing.ranks, computing.sharding is not None)
     if request.endpoint is None and recipe.preferences is None and prepared is not None and prepared.eval is not None:
-        questions.append(HeldOutLoss(run, by, prepared))
+        questions.append(HeldOutLoss(run, computing, prepared))
     if request.generate:
         try:
-            asked = held_out_set(
+            scored_set = held_out_set(
                 recipe,
                 encoder,
                 prepared,
@@ -278,11 +275,13 @@ def _questions(
                 limit=request.limit,
                 max_new_tokens=request.max_new_tokens,
             )
-            if request.endpoint is None and (options := _options(run, by, encoder, asked, request, say)) is not None:
+            if request.endpoint is None and (
+                options := given_options(run, computing, encoder, scored_set, arithmetic, say)
+            ):
                 questions.append(options)
                 measured.append(options.key)
-            questions.append(Scores(tokenizer, how, asked, say))
-            measured += [metric.name for metric in asked.metrics]
+            questions.append(Scores(tokenizer, batching, scored_set, say))
+            measured += [metric.name for metric in scored_set.metrics]
         except FinetuneError as error:
             # Texts without answers have a loss, and nothing to generate. Only a wish for scores makes that a mistake.
             if (
@@ -295,21 +294,10 @@ def _questions(
                 raise
             say(f"no answers are scored: {error}")
     if request.general:
+        questions.append(General(tokenizer, batching, _general_set(encoder), say))
         measured.append("general")
     refuse_unknown_thresholds(request.fail_under, measured)
-    if request.general:
-        questions.append(General(tokenizer, how, _general_set(encoder), say))
     return questions
-
-
-def _options(
-    run: FinishedRun, by: Computing, encoder: Encoder, asked: ScoredSet, request: EvalRequest, say: _Say
-) -> OptionScores | None:
-    arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if by.sharding is None:
-        arithmetic = partial(_arithmetic, run.recipe.training.mixed_precision, by.device)
-    file = request.entry or (str(request.file) if request.file else run.recipe.eval.generate.file)
-    return given_options(run, by, encoder, asked, file, arithmetic, say)
 
 
 @dataclass(frozen=True)
@@ -317,22 +305,18 @@ class HeldOutLoss:
     """The trainer's own evaluation: the mean loss over every supervised held-out token."""
 
     run: FinishedRun
-    by: Computing
+    computing: Computing
     prepared: Prepared
     key = "held_out"
 
     def ask(self, model: Assembled, name: str, show: _Say) -> float:
-        recipe, rows, by = self.run.recipe, self.prepared.eval, self.by
+        recipe, rows, computing = self.run.recipe, self.prepared.eval, self.computing
         assert rows is not None
         # The trainer's own plan and autocast, so that the figure equals the run's own one.
-        accelerator = by.accelerator or Accelerator(cpu=by.device.type == "cpu")
-        flat, ranks = attention_name(recipe) == attention.NAME, by.ranks
+        accelerator = computing.accelerator or Accelerator(cpu=computing.device.type == "cpu")
+        flat, ranks = attention_name(recipe) == attention.NAME, computing.ranks
         plan = plan_batches(recipe, len(self.prepared.train), world_size=ranks.world, rank=ranks.rank, flat=flat)
-        # A sharding strategy's model computes in its own number format.
-        arithmetic: AbstractContextManager[Any] = nullcontext()
-        if by.sharding is None:
-            arithmetic = _arithmetic(recipe.training.mixed_precision, by.device)
-        with arithmetic:
+        with _arithmetic(recipe.training.mixed_precision, computing):
             try:
                 return evaluate(accelerator, model.model, rows, plan, objective_of(recipe), show=show)["loss"]
             except NotFinite:  # its text is about a training
@@ -360,37 +344,37 @@ class Scores:
     """Scored answers to held-out rows, or to the rows of a file."""
 
     tokenizer: PreTrainedTokenizerBase
-    how: Answering
-    asked: ScoredSet
+    batching: Batching
+    scored_set: ScoredSet
     say: _Say
     key = "scores"
 
     def ask(self, model: Assembled, name: str, show: _Say) -> list[Answer]:
-        return generated_answers(model.unwrapped_model, self.tokenizer, self.asked, self.how, show, self.say)
+        return generated_answers(model.unwrapped_model, self.tokenizer, self.scored_set, self.batching, show, self.say)
 
     def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
         """Without the base's answers, the tuned model's scores alone."""
-        asked, answers = self.asked, {"tuned": tuned} if base is None else {"base": base, "tuned": tuned}
-        scored = {name: scores_on_all(asked, found, self.how.ranks) for name, found in answers.items()}
-        metrics, texts = {}, [[each.text for each in found] for found in answers.values()]
-        for metric in asked.metrics:
+        scored_set, answers = self.scored_set, {"tuned": tuned} if base is None else {"base": base, "tuned": tuned}
+        scored = {name: scores_on_all(scored_set, replies, self.batching.ranks) for name, replies in answers.items()}
+        metrics, texts = {}, [[answer.text for answer in replies] for replies in answers.values()]
+        for metric in scored_set.metrics:
             by_model = [scores[metric.name] for scores in scored.values()]
             metrics[metric.name] = {**metric.options, **compared(*by_model, answers=texts)}
         figures = {
-            "data": asked.name,
-            "rows": len(asked.items),
-            "max_new_tokens": asked.max_new_tokens,
-            "cut": {name: sum(not each.ended for each in found) for name, found in answers.items()},
-            "notes": asked.notes,
+            "data": scored_set.name,
+            "rows": len(scored_set.items),
+            "max_new_tokens": scored_set.max_new_tokens,
+            "cut": {name: sum(not answer.ended for answer in replies) for name, replies in answers.items()},
+            "notes": scored_set.notes,
             "metrics": metrics,
         }
         rows = []
-        for index, (prompt, item) in enumerate(zip(asked.prompts, asked.items, strict=True)):
-            scores = {name: [each[name][index] for each in scored.values()] for name in metrics}
+        for index, (prompt, item) in enumerate(zip(scored_set.prompts, scored_set.items, strict=True)):
+            scores = {name: [of_model[name][index] for of_model in scored.values()] for name in metrics}
             row: dict[str, Any] = {"place": item.place, "prompt": prompt.prompt, "reference": item.reference}
-            row |= {name: each[index].text for name, each in answers.items()}
-            if cut := {name: asked.max_new_tokens for name, each in answers.items() if not each[index].ended}:
-                row["cut"] = cut
+            row |= {name: replies[index].text for name, replies in answers.items()}
+            if cut := [name for name, replies in answers.items() if not replies[index].ended]:
+                row["cut"] = dict.fromkeys(cut, scored_set.max_new_tokens)
             rows.append({**row, "scores": scores})
         return QuestionResult(figures, scores_in_words(figures), rows)
 
@@ -400,18 +384,18 @@ class General:
     """Answers to general questions: what was forgotten?"""
 
     tokenizer: PreTrainedTokenizerBase
-    how: Answering
-    asked: ScoredSet
+    batching: Batching
+    scored_set: ScoredSet
     say: _Say
     key = "general"
 
     def ask(self, model: Assembled, name: str, show: _Say) -> list[Answer]:
-        return generated_answers(model.unwrapped_model, self.tokenizer, self.asked, self.how, show, self.say)
+        return generated_answers(model.unwrapped_model, self.tokenizer, self.scored_set, self.batching, show, self.say)
 
     def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
         questions = general_rows()
-        texts = [[each.text for each in found] for found in (base, tuned) if found is not None]
-        scored = [general_scores(questions, each) for each in texts]
+        texts = [[answer.text for answer in replies] for replies in (base, tuned) if replies is not None]
+        scored = [general_scores(questions, answers) for answers in texts]
         kinds = {}
         for kind in dict.fromkeys(row.kind for row in questions):
             places = [place for place, row in enumerate(questions) if row.kind == kind]
@@ -430,23 +414,12 @@ def _general_set(encoder: Encoder) -> ScoredSet:
     return ScoredSet("general questions", prompts, [row.item for row in rows], [], GENERAL_TOKENS)
 
 
-def _started_from(recipe: Recipe, say: _Say) -> dict[str, str]:
-    """_Say that the base is not the start of a training that went on with an adapter."""
-    start = recipe.model.adapter
-    if start is None:
-        return {}
-    say(
-        f"base: without the adapter {start} that this training started from; differences are of both trainings together"
-    )
-    return {"started_from": start}
-
-
-def _arithmetic(mixed_precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The autocast of the training's own evaluations."""
+def _arithmetic(mixed_precision: str, computing: Computing) -> AbstractContextManager[Any]:
+    """The autocast of the training's own evaluations. A sharding strategy's model computes in its own number format."""
     compute = COMPUTE[mixed_precision]
-    if compute is None:
+    if compute is None or computing.sharding is not None:
         return nullcontext()
-    return torch.autocast(device.type, compute)
+    return torch.autocast(computing.device.type, compute)
 
 
 def _perplexity(loss: float) -> float:

@@ -5,7 +5,7 @@ A prompt is one line of answers.jsonl:
     {"row": 0, "place": "tasks.jsonl:1", "question": {"messages": [...]} or {"prompt": "..."}, "reference": "...",
      "by": {"model": ...}, "answers": [{"text": "...", "tokens": 12, "ended": true, "score": 1.0}, ...]}
 
-A prompt without scores has a "problem" instead: its scorer failed.
+An answer on which the scorer failed has null for its score, and a "problem".
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class KeepOptions:
         return bool(answer["score"] >= self.at_least - ROUNDING)
 
 
+def failures(line: Line) -> list[str]:
+    """The problems of a prompt's answers on which the scorer failed."""
+    return [answer["problem"] for answer in line["answers"] if answer["score"] is None]
+
+
 def kept_rows(
     lines: Sequence[Line], options: KeepOptions, uniform: Callable[[int, int], float]
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
@@ -60,49 +65,52 @@ def kept_rows(
     left_out: Counter[str] = Counter()
     verdicts: dict[tuple[str, str], set[bool]] = {}  # of an answer to a question, which several prompts may ask
     for line in lines:
-        for answer in line["answers"] if "problem" not in line else ():
-            known = verdicts.setdefault((_question_in(line), _shown(answer, options)), set())
-            known.add(options.is_right(answer))
+        for answer in line["answers"]:
+            if answer["score"] is not None:
+                verdict = verdicts.setdefault((_question_in(line), _shown(answer, options)), set())
+                verdict.add(options.is_right(answer))
     for line in lines:
         answers = line["answers"]
-        if "problem" in line:
-            left_out["the scorer failed"] += len(answers)
+        scored = [index for index, answer in enumerate(answers) if answer["score"] is not None]
+        if len(scored) < len(answers):
+            left_out["the scorer failed"] += len(answers) - len(scored)
+        if not scored:
             continue
-        right = [options.is_right(answer) for answer in answers]
-        verdict = {0: "never", len(right): "always"}.get(sum(right))
-        if verdict in options.leave_out:
-            left_out[f"their prompt is {verdict} right"] += len(answers)
+        right = {index: options.is_right(answers[index]) for index in scored}
+        outcome = {0: "never", len(right): "always"}.get(sum(right.values()))
+        if outcome in options.leave_out:
+            left_out[f"their prompt is {outcome} right"] += len(scored)
             continue
-        order = sorted(range(len(answers)), key=lambda index: uniform(line["row"], index))
-        by_length = sorted(order, key=lambda index: answers[index]["tokens"])
+        order = sorted(scored, key=lambda index: uniform(line["row"], index))
+        if options.pick == "shortest":
+            order.sort(key=lambda index: answers[index]["tokens"])
         usable: dict[bool, list[int]] = {True: [], False: []}
-        for index in by_length if options.pick == "shortest" else order:
-            answer, verdict_kept = answers[index], options.keep == "all" or right[index]
-            reason = _unusable(answer, options)
-            if not reason and options.keep == "right" and not right[index]:
+        for index in order:
+            text, label = _shown(answers[index], options), options.keep == "all" or right[index]
+            reason = _unusable(answers[index], options)
+            if not reason and options.keep == "right" and not label:
                 reason = "wrong"
-            text = _shown(answer, options)
             if not reason and options.keep in ("pairs", "judged") and len(verdicts[_question_in(line), text]) == 2:
                 reason = "called right and wrong for one question"
-            same = [_shown(answers[each], options) for each in usable[verdict_kept]]
-            if not reason and any(near_copies(text, each, options.near) for each in same):
+            texts = (_shown(answers[kept], options) for kept in usable[label])
+            if not reason and any(near_copies(text, other, options.near) for other in texts):
                 reason = "near copies of another one"
             if reason:
                 left_out[reason] += 1
             else:
-                usable[verdict_kept].append(index)
+                usable[label].append(index)
         most = options.per_prompt or (1 if options.keep in ("right", "pairs") else len(answers))
         if options.keep == "pairs":
             most = min(most, *map(len, usable.values()))
-        for index in [each for found in usable.values() for each in found[most:]]:
-            alone = options.keep == "pairs" and not usable[not right[index]]
-            left_out["no other answer to compare with" if alone else "beyond --per-prompt"] += 1
-        chosen, rejected = (found[:most] for found in usable.values())
+        for label, indices in usable.items():
+            alone = options.keep == "pairs" and not usable[not label]
+            if beyond := len(indices[most:]):
+                left_out["no other answer to compare with" if alone else "beyond --per-prompt"] += beyond
+        chosen, rejected = (indices[:most] for indices in usable.values())
         if options.keep == "pairs":
-            rows += (_row(line, options, [first, second]) for first, second in zip(chosen, rejected, strict=True))
+            rows += (_row(line, options, pair) for pair in zip(chosen, rejected, strict=True))
         elif options.keep == "judged":
-            judged = {**dict.fromkeys(chosen, True), **dict.fromkeys(rejected, False)}
-            rows += (_row(line, options, [index], judged[index]) for index in sorted(judged))
+            rows += (_row(line, options, [index], right[index]) for index in sorted([*chosen, *rejected]))
         else:
             rows += (_row(line, options, [index]) for index in sorted(chosen))
     return rows, dict(left_out)
@@ -145,28 +153,30 @@ def near_copies(text: str, other: str, near: float) -> bool:
     first, second = normalized(text), normalized(other)
     if first == second or near == 1:
         return first == second
-    grams, others = ({each[at : at + GRAM] for at in range(len(each) - GRAM + 1)} for each in (first, second))
+    grams, others = ({text[at : at + GRAM] for at in range(len(text) - GRAM + 1)} for text in (first, second))
     return len(grams & others) >= near * len(grams | others) > 0
 
 
+def answered(question: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """A question's columns with an answer. In a chat the answer alone is supervised."""
+    if "messages" not in question:
+        return {**question, "completion": text}
+    before = [turn | ({"weight": 0} if turn["role"] == "assistant" else {}) for turn in question["messages"]]
+    return {**question, "messages": [*before, {"role": "assistant", "content": text}]}
+
+
 def _row(line: Line, options: KeepOptions, chosen: Sequence[int], label: bool | None = None) -> dict[str, Any]:
-    """A training row. In a chat the last answer alone is supervised."""
-    question = dict(line["question"])
-    texts = [_shown(line["answers"][index], options) for index in chosen]
-    prompt, by = question.pop("messages", None), {"written_by": line["by"]["model"]}
-    if prompt is None:
-        values: list[Any] = texts
-        prompt = question.pop("prompt")
-    else:
-        values = [[{"role": "assistant", "content": text}] for text in texts]
-        if options.keep in ("right", "all"):
-            before = [turn | ({"weight": 0} if turn["role"] == "assistant" else {}) for turn in prompt]
-            return {"messages": [*before, *values[0]], **question, **by}
+    """A training row."""
+    question, author = dict(line["question"]), {"written_by": line["by"]["model"]}
+    values: list[Any] = [_shown(line["answers"][index], options) for index in chosen]
+    if options.keep in ("right", "all"):
+        return answered(question, values[0]) | author
+    if "messages" in question:
+        values = [[{"role": "assistant", "content": text}] for text in values]
+    prompt = {"prompt": question.pop("messages", None) or question.pop("prompt")}
     if options.keep == "pairs":
-        return {"prompt": prompt, "chosen": values[0], "rejected": values[1], **question, **by}
-    if options.keep == "judged":
-        return {"prompt": prompt, "completion": values[0], "label": label, **question, **by}
-    return {"prompt": prompt, "completion": values[0], **question, **by}
+        return {**prompt, "chosen": values[0], "rejected": values[1], **question, **author}
+    return {**prompt, "completion": values[0], "label": label, **question, **author}
 
 
 def pass_at(right: int, count: int, k: int) -> float:
@@ -175,57 +185,59 @@ def pass_at(right: int, count: int, k: int) -> float:
 
 
 def sampled_figures(lines: Sequence[Line], options: KeepOptions) -> dict[str, Any]:
-    """pass@k with 95 % intervals, prompts by verdict, and lengths in tokens."""
-    scored = [line for line in lines if "problem" not in line]
-    if not scored:
-        return {"prompts": len(lines), "failed": len(lines)}
-    count = len(scored[0]["answers"])
-    right = [sum(map(options.is_right, line["answers"])) for line in scored]
+    """pass@k with 95 % intervals, prompts by verdict, and lengths in tokens.
+
+    Answers on which the scorer failed count nowhere: pass@k is of the prompts with k scored answers.
+    """
+    answers = [answer for line in lines for answer in line["answers"]]
+    scored = [answer for answer in answers if answer["score"] is not None]
+    right = [[options.is_right(answer) for answer in line["answers"] if answer["score"] is not None] for line in lines]
+    right = [verdicts for verdicts in right if verdicts]
+    count = len(lines[0]["answers"])
     ks = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
+    chances = {k: [pass_at(sum(prompt), len(prompt), k) for prompt in right if len(prompt) >= k] for k in ks}
     lengths: dict[str, dict[str, float]] = {}
-    for name, wanted in (("right", True), ("wrong", False)):
-        found = [each["tokens"] for line in scored for each in line["answers"] if options.is_right(each) is wanted]
-        if found:
-            lengths[name] = {"answers": len(found), "median": median(found), "longest": max(found)}
-    answers = [each for line in scored for each in line["answers"]]
+    for name, is_right in (("right", True), ("wrong", False)):
+        tokens = [answer["tokens"] for answer in scored if options.is_right(answer) is is_right]
+        if tokens:
+            lengths[name] = {"answers": len(tokens), "median": median(tokens), "longest": max(tokens)}
     return {
         "prompts": len(lines),
-        "failed": len(lines) - len(scored),
+        "failed": len(answers) - len(scored),
         "asked_again": len(lines) - len({*map(_question_in, lines)}),
         "answers_each": count,
-        "pass_at": {str(k): interval([pass_at(each, count, k) for each in right]).as_json() for k in ks},
-        "solved": interval([float(each > 0) for each in right]).as_json(),
-        "always": right.count(count),
-        "never": right.count(0),
-        "alike": sum(len({each["text"] for each in line["answers"]}) == 1 for line in scored) if count > 1 else 0,
+        "pass_at": {str(k): interval(values).as_json() for k, values in chances.items() if values},
+        "solved": interval([float(any(prompt)) for prompt in right]).as_json(),
+        "always": sum(map(all, right)),
+        "never": len(right) - sum(map(any, right)),
+        "alike": sum(len({answer["text"] for answer in line["answers"]}) == 1 for line in lines) if count > 1 else 0,
         "lengths": lengths,
-        "cut": sum(not each["ended"] for each in answers),
+        "cut": sum(not answer["ended"] for answer in answers),
         "unread": unread(
-            [each["text"] for each in answers], [Unread() if each.get("unread") else 1.0 for each in answers]
+            [answer["text"] for answer in scored], [Unread() if answer.get("unread") else 1.0 for answer in scored]
         ),
     }
 
 
 def summary_in_words(figures: Mapping[str, Any], keep: Keep) -> Iterator[str]:
     """The lines for a terminal."""
-    if "pass_at" in figures:
-        yield f"{counted(figures['prompts'], 'prompt')}, {counted(figures['answers_each'], 'answer')} to each:"
-        yield f"{'':14}{'share':>7}{'95 %':>17}"
-        shares = {f"pass@{k}": each for k, each in figures["pass_at"].items()} | {"solved": figures["solved"]}
-        for name, each in shares.items():
-            yield f"{name:14}{each['mean']:>7.3f}   [{each['low']:.3f}, {each['high']:.3f}]"
-        yield f"always right: {counted(figures['always'], 'prompt')}; never right: {figures['never']:,}"
-        if figures["alike"] == figures["prompts"] - figures["failed"]:
-            yield "each prompt's answers are one text, so pass@k is pass@1; does the server obey temperature and seed?"
-        if figures["asked_again"]:
-            yield f"prompts with the question of an earlier one: {figures['asked_again']:,}; each has its own reference"
-    for name, each in figures.get("lengths", {}).items():
-        lengths = f"median {each['median']:g} tokens, longest {each['longest']:,}"
-        yield f"{name} answers: {each['answers']:,}, {lengths}"
-    if (not_read := figures.get("unread")) and not_read["count"]:
-        yield unread_in_words(not_read)
+    yield f"{counted(figures['prompts'], 'prompt')}, {counted(figures['answers_each'], 'answer')} to each:"
+    yield f"{'':14}{'share':>7}{'95 %':>17}"
+    shares = {f"pass@{k}": share for k, share in figures["pass_at"].items()} | {"solved": figures["solved"]}
+    for name, share in shares.items():
+        yield f"{name:14}{share['mean']:>7.3f}   [{share['low']:.3f}, {share['high']:.3f}]"
+    yield f"always right: {counted(figures['always'], 'prompt')}; never right: {figures['never']:,}"
+    if figures["alike"] == figures["prompts"]:
+        yield "each prompt's answers are one text, so pass@k is pass@1; does the server obey temperature and seed?"
+    if figures["asked_again"]:
+        yield f"prompts with the question of an earlier one: {figures['asked_again']:,}; each has its own reference"
+    for name, lengths in figures["lengths"].items():
+        words = f"median {lengths['median']:g} tokens, longest {lengths['longest']:,}"
+        yield f"{name} answers: {lengths['answers']:,}, {words}"
+    if figures["unread"]["count"]:
+        yield unread_in_words(figures["unread"])
     if figures["failed"]:
-        yield f"prompts whose scorer failed: {figures['failed']:,}; the first: {figures['first_failure']}"
+        yield f"answers whose scorer failed: {figures['failed']:,}; the first: {figures['first_failure']}"
     noun = {"pairs": "pair", "judged": "judged answer"}.get(keep, "row")
     yield f"written: {counted(figures['rows'], noun)}" + ", so no recipe" * (figures["rows"] == 0)
     if left_out := figures["left_out"]:

@@ -97,7 +97,7 @@ def _template_in_words(templated: Mapping[str, bool]) -> str:
     """A line that names the tasks with and without the chat template."""
     parts = []
     for uses, words in ((True, "used for"), (False, "not used for")):
-        names = [name for name, each in templated.items() if each is uses]
+        names = [name for name, used in templated.items() if used is uses]
         if names:
             shown = ", ".join(names[:4])
             if len(names) > 4:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,11 +25,6 @@ from finetune.wording import counted
 OBJECTIVES: dict[Keep, Objective] = {"right": "supervised", "all": "supervised", "pairs": "dpo", "judged": "kto"}
 
 
-def json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a JSONL file."""
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
 def next_recipe(
     reads: FinishedRun,
     file: Path,
@@ -52,7 +46,7 @@ def next_recipe(
     if seconds_of(run.get("stop_after", "")) is not None:  # a date is that run's
         values["run"] = {"stop_after": run["stop_after"]}
     training = values.setdefault("training", {})
-    # Of other data, or of rows held out by data.eval.
+    # These keys fit other data, or rows held out by data.eval.
     of_other_data = ("max_steps", "warmup_steps", "early_stopping_patience", "load_best_model_at_end")
     for key in (*of_other_data, "metric_for_best_model"):
         training.pop(key, None)

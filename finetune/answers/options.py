@@ -19,15 +19,13 @@ import numpy as np
 import torch
 
 from finetune.answers.by_ranks import Computing
-from finetune.answers.endpoint import row_contents
 from finetune.answers.scores import QuestionResult, compared, score_verdict
 from finetune.architecture import attention
 from finetune.data.chat import Chat, Passage, last_answer
 from finetune.errors import NotFinite
 from finetune.finished_run import FinishedRun
-from finetune.generation.held_out import ScoredSet
+from finetune.generation.held_out import ScoredSet, last_answer_turn, row_contents
 from finetune.model.build import attention_name
-from finetune.recipe.schema import DataSet
 from finetune.scoring.intervals import interval
 from finetune.scoring.metrics import options_among
 from finetune.strategies.assemble import Assembled
@@ -47,7 +45,7 @@ class OptionScores:
 
     run: FinishedRun
     arithmetic: Callable[[], AbstractContextManager[Any]]  # a training evaluation's autocast
-    by: Computing
+    computing: Computing
     name: str  # of the rows
     options: Sequence[str]
     right: Sequence[int]  # each row's right option
@@ -60,7 +58,7 @@ class OptionScores:
 
     def ask(self, model: Assembled, name: str, show: Callable[[str], None]) -> np.ndarray:
         """One model's log-probabilities, float64 [rows, options], on every rank. Raises NotFinite."""
-        recipe, ranks = self.run.recipe, self.by.ranks
+        recipe, ranks = self.run.recipe, self.computing.ranks
         lengths = np.asarray([len(ids) for ids, _ in self.encoded])
         flat = attention_name(recipe) == attention.NAME
         plan = plan_batches(recipe, len(lengths), world_size=ranks.world, rank=ranks.rank, flat=flat)
@@ -72,16 +70,16 @@ class OptionScores:
         batches = answer_batches(replace(plan, per_device_batch_size=1), self, groups)
         sums = np.zeros(len(lengths))
         with torch.no_grad(), self.arithmetic():
-            on_device = prefetch([inputs.batch for inputs in batches], self.by.device, True)
+            on_device = prefetch([inputs.batch for inputs in batches], self.computing.device, True)
             for number, (batch, inputs) in enumerate(zip(on_device, batches, strict=True), 1):
                 show(f"given answers: micro-batch {number} of {len(batches)}")
                 sums[inputs.places] = -model.model(**model_inputs(batch, inputs.lengths)).float().cpu().numpy()
-        found: np.ndarray = np.sum(ranks.gather(sums), axis=0)  # each place is one rank's
-        if not np.isfinite(found).all():
+        totals: np.ndarray = np.sum(ranks.gather(sums), axis=0)  # each place is one rank's
+        if not np.isfinite(totals).all():
             raise NotFinite(
                 f"{self.run.folder}: not finite: log-probabilities of the {name} model; look at its weights"
             )
-        return found.reshape(-1, len(self.options))
+        return totals.reshape(-1, len(self.options))
 
     def compare(self, base: np.ndarray, tuned: np.ndarray) -> QuestionResult:
         """Figures for eval.json, and their words."""
@@ -113,9 +111,9 @@ def probability_figures(shares: np.ndarray, right: np.ndarray) -> dict[str, Any]
     mean difference between that probability and the share of right answers, over bins by their rows (Naeini 2015).
     """
     rows = np.arange(len(right))
-    wanted = np.zeros_like(shares)
-    wanted[rows, right] = 1.0
-    brier = ((shares - wanted) ** 2).sum(axis=1)
+    truth = np.zeros_like(shares)
+    truth[rows, right] = 1.0
+    brier = ((shares - truth) ** 2).sum(axis=1)
     of_halves = interval((brier / 2).tolist())  # intervals are of scores from 0 to 1
     sure, hit = shares.max(axis=1), shares.argmax(axis=1) == right
     numbers = np.minimum((sure * BINS).astype(int), BINS - 1)
@@ -128,7 +126,7 @@ def probability_figures(shares: np.ndarray, right: np.ndarray) -> dict[str, Any]
         }
         for number in sorted({*numbers.tolist()})
     ]
-    error = sum(each["rows"] * abs(each["probability"] - each["right"]["mean"]) for each in curve) / len(right)
+    error = sum(part["rows"] * abs(part["probability"] - part["right"]["mean"]) for part in curve) / len(right)
     return {
         "brier": {key: 2 * value for key, value in of_halves.as_json().items()},
         "calibration_error": error,
@@ -155,10 +153,9 @@ def options_in_words(figures: Mapping[str, Any]) -> str:
 
 def given_options(
     run: FinishedRun,
-    by: Computing,
+    computing: Computing,
     encoder: Encoder,
-    asked: ScoredSet,
-    file: str | DataSet | None,
+    scored_set: ScoredSet,
     arithmetic: Callable[[], AbstractContextManager[Any]],
     say: Callable[[str], None],
 ) -> OptionScores | None:
@@ -166,11 +163,11 @@ def given_options(
 
     None if there are none, or a row has another answer, which is said.
     """
-    contents = row_contents(run.recipe, encoder, asked, file)
+    contents = row_contents(run.recipe, encoder, scored_set)
     answers = [last_answer(content) for content in contents]
     options = [*run.recipe.eval.options]
     if options:
-        wrong = [item.place for item, answer in zip(asked.items, answers, strict=True) if answer not in options]
+        wrong = [item.place for item, answer in zip(scored_set.items, answers, strict=True) if answer not in options]
         if wrong:
             say(f"given answers: not scored by probability; {wrong[0]}: its answer is none of eval.options")
             return None
@@ -186,14 +183,7 @@ def given_options(
         say(f"given answers: not scored by probability; {error}")
         return None
     right = [options.index(answer) for answer in answers]
-    return OptionScores(run, arithmetic, by, asked.name, options, right, encoded)
-
-
-def _last_answer(content: Chat) -> int:
-    """The place of the last supervised turn."""
-    return max(
-        at for at, message in enumerate(content.messages) if message["role"] == "assistant" and content.supervised[at]
-    )
+    return OptionScores(run, arithmetic, computing, scored_set.name, options, right, encoded)
 
 
 def _encoded(content: Chat | Passage, options: Sequence[str], encoder: Encoder) -> list[IdsAndLabels]:
@@ -202,7 +192,7 @@ def _encoded(content: Chat | Passage, options: Sequence[str], encoder: Encoder) 
         [Passage(content.prompt, option) for option in options] if isinstance(content, Passage) else []
     )
     if isinstance(content, Chat):
-        last = _last_answer(content)
+        last = last_answer_turn(content)
         flags = [False] * last + [True]
         for option in options:
             messages = [*content.messages[:last], content.messages[last] | {"content": option}]

@@ -125,10 +125,10 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
 
-    def reply(**found: Any) -> None:
+    def reply(**fields: Any) -> None:
         if os.getpid() != own:  # a process that the function forked has come back from it
             os._exit(0)
-        replies.write(json.dumps(found) + "\n")
+        replies.write(json.dumps(fields) + "\n")
         replies.flush()
 
     # As for `python FILE.py`, its modules lie beside it. The working folder comes last.

@@ -1,17 +1,16 @@
-"""What `finetune sample` reads: RUN, RECIPE or MODEL, and its options. No torch here."""
+"""The source of `finetune sample` (RUN, RECIPE or MODEL) and its options. No torch here."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from finetune.answers.kept_rows import KeepOptions
 from finetune.base.location import published_name, refuse_unreachable
-from finetune.base.package_models import PREFIX
 from finetune.errors import FinetuneError
 from finetune.files import check_output
 from finetune.output_stream import one_line
@@ -20,6 +19,7 @@ from finetune.recipe.mixed_precision import KEYS
 from finetune.recipe.names import is_repository
 from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.schema import DataSet, Recipe
+from finetune.recipe.sections.model import PREFIX
 from finetune.scoring.metrics import Metric
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class SampleSource:
         )
 
     @property
-    def writer(self) -> str:
+    def author(self) -> str:
         """Who wrote the answers, without a folder of this machine."""
         base = published_name(self.loaded.recipe.model.name_or_path)
         if Path(base).is_dir():
@@ -59,23 +59,21 @@ def source_of(text: str, data: Path) -> SampleSource:
     Raises FinetuneError.
     """
     folder = Path(os.path.expanduser(text))
-    try:
+    is_folder = False
+    with suppress(OSError, ValueError):  # a name that no file can have
         is_folder = folder.is_dir()
-    except (OSError, ValueError):
-        is_folder = False
     if is_folder and (folder / "recipe.yaml").is_file():
-        recipe = recipe_from_resolved(folder / "recipe.yaml")
-        return SampleSource("run", text, LoadedRecipe(recipe, {}, folder), folder)
+        return SampleSource("run", text, LoadedRecipe(recipe_from_resolved(folder / "recipe.yaml"), {}, folder), folder)
     is_model = text.startswith(PREFIX) or (is_folder and (folder / "config.json").is_file())
     if not is_model and (folder.suffix.lower() in (".yaml", ".yml") or folder.is_file() or find_recipe(text) != folder):
         loaded = load_recipe(text, here=True)
-        recipe = loaded.recipe
-        if recipe.model.adapter is not None:
+        model = loaded.recipe.model
+        if model.adapter is not None:
             raise FinetuneError(
                 f"{text}: model.adapter: starts from an adapter; name the run that trained it, or write null"
             )
-        refuse_unreachable(recipe.model.name_or_path, recipe.model.revision)
-        return SampleSource("recipe", text, loaded, Path(recipe.run_dir))
+        refuse_unreachable(model.name_or_path, model.revision)
+        return SampleSource("recipe", text, loaded, Path(loaded.recipe.run_dir))
     if not is_model and (is_folder or not is_repository(text) or folder.parent.is_dir()):
         raise FinetuneError(
             f"{one_line(text, 100)}: is no run, recipe or model here; name a run's folder, a recipe's file, or a model "
@@ -88,9 +86,8 @@ def source_of(text: str, data: Path) -> SampleSource:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """The command line of `finetune sample`."""
+    """The options of `finetune sample`."""
 
-    source: SampleSource
     data: Path
     entry: DataSet | None  # how `data` is read; None: as the source's rows
     folder: Path  # for all files
@@ -105,35 +102,27 @@ class SampleRequest:
     scorer: str | None = None
     scorer_seconds: float = 10.0
     without_held_out: bool = False
-    other: SampleSource | None = None  # writes the answers
-    endpoint: Endpoint | None = None  # writes the answers
+    endpoint: Endpoint | None = None  # a server that answers; no model is loaded
 
     def check(self) -> None:
         """Raises FinetuneError for options that do not fit together."""
         options = self.options
-        wrong: Sequence[tuple[bool, str]] = (
-            (self.count > MOST_ANSWERS, f"--n {self.count}: is more than {MOST_ANSWERS:,} answers; name fewer"),
-            (
-                self.temperature == 0 and self.count > 1,
-                "--temperature 0: every answer would be the same; write --n 1, or a temperature above 0",
+        mistakes = {
+            f"--n {self.count}: is more than {MOST_ANSWERS:,} answers; name fewer": self.count > MOST_ANSWERS,
+            "--temperature 0: every answer would be the same; write --n 1, or a temperature above 0": (
+                self.temperature == 0 and self.count > 1
             ),
-            (
-                not 0 <= self.temperature < math.inf,
-                f"--temperature {self.temperature:g}: is no number above 0; write 1.0",
+            f"--temperature {self.temperature:g}: is no number above 0; write 1.0": (
+                not 0 <= self.temperature < math.inf
             ),
-            (not 0 < self.top_p <= 1, f"--top-p {self.top_p:g}: is a share above 0, up to 1; write 0.95"),
-            (not 0 < options.at_least <= 1, f"--at-least {options.at_least:g}: is a score above 0, up to 1"),
-            (not options.near > 0, f"--near {options.near:g}: is a share above 0; above 1 keeps all copies"),
-            (
-                options.keep == "pairs" and self.count == 1,
-                "--keep pairs: needs a right and a wrong answer to a prompt; write --n 8",
+            f"--top-p {self.top_p:g}: is a share above 0, up to 1; write 0.95": not 0 < self.top_p <= 1,
+            f"--at-least {options.at_least:g}: is a score above 0, up to 1": not 0 < options.at_least <= 1,
+            f"--near {options.near:g}: is a share above 0; above 1 keeps all copies": not options.near > 0,
+            "--keep pairs: needs a right and a wrong answer to a prompt; write --n 8": (
+                options.keep == "pairs" and self.count == 1
             ),
-            (
-                self.metric is not None and self.scorer is not None,
-                "--metric, --scorer: one of them says what is right; keep one",
-            ),
-        )
-        for is_wrong, text in wrong:
-            if is_wrong:
-                raise FinetuneError(text)
+            "--metric, --scorer: one of them says what is right; keep one": None not in (self.metric, self.scorer),
+        }
+        if wrong := [message for message, is_wrong in mistakes.items() if is_wrong]:
+            raise FinetuneError(wrong[0])
         check_output(self.folder, "--output", folder=True)

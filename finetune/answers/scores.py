@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.errors import FinetuneError
-from finetune.files import TEMPORARY_PREFIX, disk_errors, sync, write_json, write_text
+from finetune.files import TEMPORARY_PREFIX, json_lines, sync, write_json, write_text
+from finetune.library_errors import library_errors
 from finetune.run_folder.facts import EVAL_ANSWERS, EVAL_RECORD
 from finetune.scoring.intervals import interval, paired_interval
 from finetune.scoring.metrics import unread, unread_in_words
@@ -38,7 +39,7 @@ def compared(*scores: Sequence[float], answers: Sequence[Sequence[str]] = ()) ->
     tuned = scores[-1]
     names = ("base", "tuned")[-len(scores) :]
     not_read = {
-        "unread": {name: unread(*each) for name, each in zip(names, zip(answers, scores, strict=False), strict=False)}
+        "unread": {name: unread(*pair) for name, pair in zip(names, zip(answers, scores, strict=False), strict=False)}
     }
     if len(scores) == 1:
         return {
@@ -66,25 +67,25 @@ def scores_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     Then a line for each metric and model with unread answers.
     """
     not_read = [
-        f"{name} of the {model} model: {unread_in_words(found)}"
-        for name, each in figures.items()
-        for model, found in each.get("unread", {}).items()
-        if found["count"]
+        f"{name} of the {model} model: {unread_in_words(missed)}"
+        for name, metric in figures.items()
+        for model, missed in metric.get("unread", {}).items()
+        if missed["count"]
     ]
-    if all("base" not in each for each in figures.values()):
+    if all("base" not in metric for metric in figures.values()):
         lines = [f"{'':14}{'tuned':>7}{'95 %':>17}"]
-        for name, each in figures.items():
-            of_tuned = each["tuned"]
+        for name, metric in figures.items():
+            of_tuned = metric["tuned"]
             lines.append(f"{name:14}{of_tuned['mean']:>7.3f}   [{of_tuned['low']:.3f}, {of_tuned['high']:.3f}]")
         return "\n".join([*lines, *not_read])
     head = f"{'':14}{'base':>7}{'tuned':>8}{'difference, 95 %':>27}{'better':>8}{'worse':>7}"
     lines = [head]
-    for name, each in figures.items():
-        gain = each["difference"]
+    for name, metric in figures.items():
+        gain = metric["difference"]
         change = f"{gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]"
         lines.append(
-            f"{name:14}{each['base']['mean']:>7.3f}{each['tuned']['mean']:>8.3f}{change:>27}"
-            f"{each['better']:>8}{each['worse']:>7}"
+            f"{name:14}{metric['base']['mean']:>7.3f}{metric['tuned']['mean']:>8.3f}{change:>27}"
+            f"{metric['better']:>8}{metric['worse']:>7}"
         )
     return "\n".join([*lines, *not_read])
 
@@ -94,8 +95,8 @@ def scores_in_words(figures: Mapping[str, Any]) -> str:
     heading = (
         f"{counted(figures['rows'], 'answer')} to {figures['data']}, greedy, up to {figures['max_new_tokens']} tokens"
     )
-    both = {name: each for name, each in figures["metrics"].items() if "base" in each}
-    verdicts = [score_verdict(name, each, figures["rows"]) for name, each in both.items()]
+    both = {name: metric for name, metric in figures["metrics"].items() if "base" in metric}
+    verdicts = [score_verdict(name, metric, figures["rows"]) for name, metric in both.items()]
     if (overlap := figures["metrics"].get("chrf")) is not None:
         shares = ", ".join(f"{name} {overlap[name]['mean']:.0%}" for name in ("base", "tuned") if name in overlap)
         verdicts.append(
@@ -139,16 +140,16 @@ def general_in_words(figures: Mapping[str, Any]) -> str:
     return f"{counted(figures['rows'], 'general question')}: {verdict}\n{table}"
 
 
-def below(wanted: Mapping[str, float], result: Mapping[str, Any]) -> list[str]:
+def below(thresholds: Mapping[str, float], result: Mapping[str, Any]) -> list[str]:
     """A line for each threshold that the tuned model does not reach."""
-    means = {name: each["tuned"]["mean"] for name, each in (result.get("scores") or {}).get("metrics", {}).items()}
+    means = {name: metric["tuned"]["mean"] for name, metric in (result.get("scores") or {}).get("metrics", {}).items()}
     if "options" in result:
         means["options"] = result["options"]["accuracy"]["tuned"]["mean"]
     if "general" in result:
         means["general"] = result["general"]["all"]["tuned"]["mean"]
     return [
         f"--fail-under {name}: the tuned model reaches {means[name]:.3f}, below {least:g}"
-        for name, least in wanted.items()
+        for name, least in thresholds.items()
         if means[name] < least
     ]
 
@@ -178,14 +179,11 @@ def write_eval(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping[s
 
     Both are written whole beside the present ones first, so a disk that fills leaves those as they were.
     """
-    import json
-
     record, answers = folder / EVAL_RECORD, folder / EVAL_ANSWERS
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    with disk_errors(record), tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=folder) as temporary:
+    with library_errors(writing=record), tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=folder) as temporary:
         write_json(Path(temporary) / record.name, dict(result))
         if rows:
-            write_text(Path(temporary) / answers.name, text)
+            write_text(Path(temporary) / answers.name, json_lines(rows))
             os.replace(Path(temporary) / answers.name, answers)
         os.replace(Path(temporary) / record.name, record)
         sync(folder)

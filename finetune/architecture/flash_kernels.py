@@ -27,10 +27,10 @@ from finetune.architecture.varlen_kernel import (
     largest_setting,
     shares_by_parameter,
 )
+from finetune.library_errors import with_cause
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.model import FlashAttention
 from finetune.trial_limit import limited
-from finetune.wording import error_in_one_line
 
 # Of the documents that are tried: one of more than two blocks of any kernel, one of a single token, one in between.
 TRIAL_ENDS = 0, 300, 301, 512
@@ -134,7 +134,7 @@ def try_other_kernel(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the package is missing, or whatever a kernel raises
-        problem = error_in_one_line(error)
+        problem = with_cause(error)
     if problem is not None:
         _use_torchs_own()
     return problem

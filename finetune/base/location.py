@@ -1,6 +1,6 @@
 """Where a base's files are on this machine: a folder, a package's model, or the Hub's cache.
 
-Only this module knows that `model.name_or_path` may name a package (`gguf_package.py`); all others see a folder.
+Only this module knows that `model.name_or_path` may name a package (`package_models.py`); all others see a folder.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.base.package_models import ONLINE_REPOSITORIES, PREFIX, converted_folder, folder_if_converted
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.library_errors import not_loaded
 from finetune.output_stream import one_line
-from finetune.recipe.sections.model import ModelSection
+from finetune.recipe.sections.model import ONLINE_REPOSITORIES, PREFIX, ModelSection
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import not_loaded
 
 HUB_SECONDS = 4  # that the first question to the Hub may take
 
@@ -25,6 +24,8 @@ def resolve_model_path(name_or_path: str) -> str:
     """
     if not name_or_path.startswith(PREFIX):
         return name_or_path
+    from finetune.base.package_models import converted_folder
+
     return str(converted_folder(name_or_path.removeprefix(PREFIX).strip()))
 
 
@@ -112,6 +113,8 @@ def tokenizer_file(name: str, revision: str) -> Path | None:
     """tokenizer.json of `model.name_or_path` where it is on this machine; nothing is converted or downloaded."""
     folder = Path(name)
     if name.startswith(PREFIX):
+        from finetune.base.package_models import folder_if_converted
+
         try:
             folder = folder_if_converted(name.removeprefix(PREFIX).strip())
         except FinetuneError:

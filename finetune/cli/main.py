@@ -114,13 +114,16 @@ def check(
         if data:
             say_begun("reading the rows, and tokenising some of them")
             from finetune.data.rows import check_rows
-            from finetune.tokens.check_documents import check_documents
+            from finetune.tokens.dataset import prepare_here
+            from finetune.tokens.second_model import check_reference
             from finetune.training.batch_notes import notes_before_launch
 
             check_rows(loaded.recipe.data, notes.append, loaded.recipe.eval.generate)
-            prepared, encoded = check_documents(loaded.recipe)
-            notes += [note for note in encoded or () if note not in notes]
-            result["batches"] = notes_before_launch(loaded.recipe, prepared, lengths_known=encoded is not None)
+            prepared, uncounted = prepare_here(loaded.recipe)
+            if prepared is not None:
+                notes += check_reference(loaded.recipe, [store.tokens for store in prepared.pool.stores])
+                notes += [note for note in prepared.notes if note not in notes]
+            result["batches"] = notes_before_launch(loaded.recipe, prepared, uncounted)
             batch_notes = result["batches"]["notes"]
         else:
             from finetune.model.known_configs import beyond_stated
@@ -134,7 +137,7 @@ def check(
             from finetune.closed_form.recomputation import choose_recomputation
             from finetune.probe.own_template import template_note
             from finetune.probe.probe import probe
-            from finetune.tokens.check_documents import check_reference
+            from finetune.tokens.second_model import check_reference
 
             if not data:  # whose reading of rows compares it too
                 notes += check_reference(loaded.recipe)

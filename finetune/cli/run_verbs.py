@@ -356,25 +356,23 @@ def sample(
         from finetune.answers.kept_rows import KeepOptions, summary_in_words
         from finetune.answers.sample_source import SampleRequest, source_of
 
-        found = source_of(source, data)
-        other = None if model is None or endpoint is not None else source_of(model, data)
+        reads = source_of(source, data)
+        writer = reads if model is None or endpoint is not None else source_of(model, data)
         alone = None if endpoint is None else "--endpoint"
-        launch = launch_of_ranks(processes, alone, lambda: (other or found).loaded.recipe)
+        launch = launch_of_ranks(processes, alone, lambda: writer.loaded.recipe)
         kept: Any = keep  # checked above, as is `pick`
         chosen: Any = pick
-        folder = output or Path("samples", found.name)
-        asked_run = found.folder if found.kind == "run" else None
-        entry, base = None, found.loaded.recipe.model.name_or_path
-        if found.kind == "model" or columns is not None:  # asked as the recipe that `init` writes would ask it
+        folder = output or Path("samples", reads.name)
+        run = reads.folder if reads.kind == "run" else None
+        entry, base = None, reads.loaded.recipe.model.name_or_path
+        if reads.kind == "model" or columns is not None:  # as the recipe that `init` writes would read them
             entry = new_recipe.propose(str(data), columns=columns, model=base, output=folder / "prompts.yaml").entry
         metrics = chosen_metrics([] if metric is None else [metric])
-        options = KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts)
         request = SampleRequest(
-            source=found,
             data=data,
             entry=entry,
             folder=folder,
-            options=options,
+            options=KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts),
             count=count,
             temperature=temperature,
             top_p=top_p,
@@ -385,8 +383,7 @@ def sample(
             scorer=scorer,
             scorer_seconds=scorer_seconds,
             without_held_out=without_held_out,
-            other=other,
-            endpoint=_server(endpoint, model, None, asked_run) if endpoint is not None else None,
+            endpoint=_server(endpoint, model, None, run) if endpoint is not None else None,
         )
         request.check()
         if launch is None or launch.is_main:
@@ -394,11 +391,11 @@ def sample(
         say_result, show = _printers(launch, as_json)
         from finetune.answers.sample import sample_rows
 
-        figures = sample_rows(request, say_result, show, launch)
+        figures = sample_rows(reads, writer, request, say_result, show, launch)
         if launch is not None and not launch.is_main:
             raise typer.Exit
         files = figures["files"]
-        if "recipe" in files and found.kind == "model" and not (recipe := Path(files["recipe"])).exists():
+        if "recipe" in files and reads.kind == "model" and not (recipe := Path(files["recipe"])).exists():
             write_text(recipe, new_recipe.propose(files["rows"], model=source, output=recipe).text)
         if not as_json:
             say("\n".join(summary_in_words(figures, kept)))
@@ -445,7 +442,7 @@ def merge(
         folder, printer = run_at(run, step), _line_printer(as_json)
         if gguf is None or dtype or base:
             chosen: dict[str, Any] = {"dtype": dtype, "base": base}  # checked above
-            facts = merge_run(folder, **chosen, prompts=verify, log=printer)
+            facts = merge_run(folder, **chosen, prompts=verify, say=printer)
             printer(describe_merge(facts))
         if gguf is not None:
             facts = write_gguf(folder, gguf, printer, prompts=verify)  # type: ignore[arg-type]

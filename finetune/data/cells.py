@@ -201,7 +201,7 @@ def checked_text(value: Any, place: str, *, may_be_empty: bool = False) -> str:
         remedy = "write it as text"
         if isinstance(value, int | float):
             remedy += f', or in the recipe template: {{output: "{{{place.strip(chr(39))}}}"}}'
-        elif isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value):
+        elif isinstance(value, list) and len(value) == 2 and all(isinstance(item, str) for item in value):
             remedy = "write one text, or for training.objective: dpo two columns: chosen and rejected"
         elif isinstance(value, list | dict):
             remedy = "write one text, or the turns of a chat as messages: [...]"

@@ -193,7 +193,7 @@ def _read_pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
         common += 1
     # If both dialogues are equal, the last turn is the answer. `prepare` leaves such a pair out, and counts it.
     common = min(common, len(chosen) - 1, len(rejected) - 1)
-    for (name, dialogue), other in zip(zip(_ANSWERS, (chosen, rejected), strict=True), _ANSWERS[::-1], strict=True):
+    for name, dialogue, other in (("chosen", chosen, "rejected"), ("rejected", rejected, "chosen")):
         role = dialogue[common].get("role")
         if role in OTHER_SPEAKERS:
             place = f"{layout.place(name)}[{common}]"
@@ -211,8 +211,8 @@ def _read_pair(view: Mapping[str, Any], layout: RowLayout) -> Pair:
 def _read_judged(view: Mapping[str, Any], layout: RowLayout) -> Judged:
     """An answer with its label. In a whole dialogue, the answer is the turns after the last user turn."""
     label = view["label"]
-    wanted = label_of(label, layout.labels)
-    if wanted is None:
+    verdict = label_of(label, layout.labels)
+    if verdict is None:
         shown = printable(str(label)[:40])
         raise BadRow(
             f"{layout.place('label')} is {shown!r}, neither wanted nor unwanted; write true for a wanted answer, false "
@@ -220,12 +220,12 @@ def _read_judged(view: Mapping[str, Any], layout: RowLayout) -> Judged:
         )
     prompt = _prompt_before(view, layout, answers_are_texts=isinstance(view["completion"], str))
     if isinstance(prompt, str):
-        return Judged(Passage(prompt, _needed_text(view, "completion", layout)), wanted)
+        return Judged(Passage(prompt, _needed_text(view, "completion", layout)), verdict)
     completion = _read_dialogue(view, "completion", layout)
-    asked = [index + 1 for index, turn in enumerate(completion) if turn.get("role") == "user"]
-    common = min(max(asked, default=0), len(completion) - 1)
+    replies = [index + 1 for index, turn in enumerate(completion) if turn.get("role") == "user"]
+    common = min(max(replies, default=0), len(completion) - 1)
     prompt = _prompt_unless_repeated(view, prompt, completion[:common], "completion", layout)
-    return Judged(_chat_with_answer(view, prompt, completion, common, "completion", layout), wanted)
+    return Judged(_chat_with_answer(view, prompt, completion, common, "completion", layout), verdict)
 
 
 def _read_dialogue(view: Mapping[str, Any], name: str, layout: RowLayout) -> list[dict[str, Any]]:

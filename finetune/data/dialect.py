@@ -19,23 +19,21 @@ from __future__ import annotations
 
 import codecs
 import csv
-import gzip
 import io
 import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from finetune.errors import BadFile, DataError, UnclearFile
-from finetune.paths import open_regular
+from finetune.paths import BYTE_ORDER_MARK, open_bytes
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # UTF-32's mark begins with UTF-16's.
 WIDE_MARKS = {
     codecs.BOM_UTF32_LE: "utf-32",
@@ -127,13 +125,6 @@ class Dialect(NamedTuple):
         )
 
 
-@contextmanager
-def open_bytes(file: Path) -> Iterator[IO[bytes]]:
-    """A file's bytes, decompressed if its name ends with .gz. Raises OSError, also for a pipe or a device."""
-    with open_regular(file) as stored, gzip.open(stored, "rb") if file.suffix == ".gz" else stored as stream:
-        yield stream  # type: ignore[misc]  # gzip's stream reads bytes like any other
-
-
 def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None = None) -> Dialect:
     """A table's dialect. A given delimiter or encoding is taken as it is. Raises OSError and UnclearFile."""
     encoding = encoding or found_encoding(file)
@@ -147,21 +138,21 @@ def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None =
         delimiter, lines = delimiter or named[1].replace("\\t", "\t"), lines[1:]
     best: tuple[float, int] = (0.0, 0)
     chosen = Dialect(delimiter or ",", encoding)
-    for each in [delimiter] if delimiter else DELIMITERS:
-        dialect = _with_quotes(Dialect(each, encoding), lines)
+    for candidate in [delimiter] if delimiter else DELIMITERS:
+        dialect = _with_quotes(Dialect(candidate, encoding), lines)
         agreeing, width = _agreement(dialect, lines)
         if agreeing >= 0.5 and width > 1 and (agreeing, width) > best:
             best, chosen = (agreeing, width), dialect
     if best[1] > 1 or delimiter:
         return chosen
-    for each in DELIMITERS:
-        first, *below = _first_records(chosen._replace(delimiter=each), lines)[0] or [[]]
+    for candidate in DELIMITERS:
+        first, *below = _first_records(chosen._replace(delimiter=candidate), lines)[0] or [[]]
         # A header that is surely divided: the rows that are not are mistakes.
         if len(first) > 1 and all(map(COLUMN_NAME.fullmatch, first)):
-            return chosen._replace(delimiter=each)
+            return chosen._replace(delimiter=candidate)
         is_table = len(below) > 1 and len({*map(len, below)}) == 1 < len(below[0]) and len(first) == 1
-        if is_table and each != "," and _are_names(below[0]):
-            cells = f"has one cell, and the lines below have {len(below[0])}, separated by {each!r}"
+        if is_table and candidate != "," and _are_names(below[0]):
+            cells = f"has one cell, and the lines below have {len(below[0])}, separated by {candidate!r}"
             remedy = 'if it is a title, remove it; if each line is one text, write delimiter: ","'
             raise BadFile(f"{file}:1", f"{cells}; {remedy}")
     return chosen
@@ -274,11 +265,11 @@ def _differ_from(names: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
 def checked_encoding(name: str) -> str:
     """Python's name for a text encoding. Raises DataError for an unknown one."""
     try:
-        found = codecs.lookup(name)
-        "a".encode(found.name)
+        codec = codecs.lookup(name)
+        "a".encode(codec.name)
     except (LookupError, ValueError, TypeError):
         raise DataError([f"data: encoding: {name!r} is not known; write utf-8, cp1252 or cp949"]) from None
-    return found.name
+    return codec.name
 
 
 def found_encoding(file: Path) -> str:
@@ -348,14 +339,14 @@ def is_binary(head: bytes) -> bool:
 
 def _wide_encoding(head: bytes) -> str | None:
     """UTF-16 or UTF-32 without a mark: the one order of bytes in which the head is text with line ends."""
-    found = []
+    names = []
     for name in ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"):
         with suppress(UnicodeDecodeError):
             signs = {*codecs.getincrementaldecoder(name)().decode(head)}
             if "\n" in signs and {*map(unicodedata.category, signs - {*"\t\r\n"})}.isdisjoint(("Cn", "Co", "Cc")):
-                found.append(name)
-    if len(found) == 1:
-        return found[0]
+                names.append(name)
+    if len(names) == 1:
+        return names[0]
     return None
 
 
@@ -449,7 +440,7 @@ def _oddness(text: str) -> float:
         elif sign in "ªº":
             odd += not before.isdigit()
         elif kind[0] == "L":
-            scripts = {_script(each) for each in (before, sign, after) if each.isalpha()}
+            scripts = {_script(letter) for letter in (before, sign, after) if letter.isalpha()}
             is_mixed = len(scripts.intersection(_SCRIPTS)) > 1 or scripts >= {"HANGUL", "CJK"}
             is_lone = before.isdigit() and not after.isalpha() and _script(sign) in _SCRIPTS
             small_after_capital = sign.islower() and before.isupper() and after.isupper()

@@ -126,9 +126,12 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
         formats = ["preference"]  # each row is two judged answers
     for row in rows:
         view = layout.view(row)  # of texts: none is parsed yet
-        format = _format_with_columns(view, formats)
-        if format is None:
+        whole = [name for name in formats if {*LAYOUTS[name].columns} <= view.keys()]
+        if not whole:
             continue
+        # A column that is null in this row may have a value in others.
+        filled = (name for name in whole if all(view[column] is not None for column in LAYOUTS[name].columns))
+        format = next(filled, whole[0])
         layout = replace(layout, format=format)
         with suppress(BadRow):  # the row itself is refused, with its place
             view = layout.view(row)
@@ -142,17 +145,6 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
     if entry.format != "auto" or is_named:
         raise BadRow(_answer_to_missing(entry, formats[0], names))
     raise BadRow(_answer_to_unknown(entry, rows, names))
-
-
-def _format_with_columns(view: Mapping[str, Any], formats: Sequence[KnownFormat]) -> KnownFormat | None:
-    """The first format whose columns the row has; formats whose columns have values in this row come first."""
-    for name in formats:
-        if all(view.get(column) is not None for column in LAYOUTS[name].columns):
-            return name
-    for name in formats:  # a column that is null in this row may have a value in others
-        if all(column in view for column in LAYOUTS[name].columns):
-            return name
-    return None
 
 
 # -- messages about the columns, with the line to add ----------------------------------------------------------
@@ -175,10 +167,10 @@ def _answer_to_unknown(entry: DataSet, rows: Sequence[Mapping[str, Any]], names:
     """The message if the recipe says nothing, and no layout has these columns: the line that `finetune init` finds."""
     result = readings(entry.format, rows)
     expected = list(dict.fromkeys(column for layout in LAYOUTS.values() for column in layout.columns))
-    for name in names if not result.found else ():
+    for name in names if not result.plausible else ():
         if near := nearest(name, expected):
             return f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {in_yaml({near: name})}"
-    for layout in LAYOUTS.values() if len(result.found) > 1 or result.obstacle else ():
+    for layout in LAYOUTS.values() if len(result.plausible) > 1 or result.obstacle else ():
         columns = layout.columns
         missing = [column for column in columns if column not in names]
         if 0 < len(missing) < len(columns) and not any(column.kind == "list" for column in result.columns):
@@ -186,7 +178,7 @@ def _answer_to_unknown(entry: DataSet, rows: Sequence[Mapping[str, Any]], names:
             return f"the field {missing[0]!r} is missing next to {present!r}; add it, or columns: {{{missing[0]}: ...}}"
     if result.obstacle:
         return f"no known layout: {result.obstacle}"
-    first = result.found[0]
+    first = result.plausible[0]
     if first.format == "preference":
         line = f"set training.objective: dpo{f' and columns: {in_yaml(first.columns)}' * bool(first.columns)}"
         alone = in_yaml(_columns_of_chosen(rows[0], first.columns))
@@ -194,8 +186,8 @@ def _answer_to_unknown(entry: DataSet, rows: Sequence[Mapping[str, Any]], names:
     if first.format == "kto":
         line = f"set training.objective: kto{f' and columns: {in_yaml(first.columns)}' * bool(first.columns)}"
         return f"judged answers ({in_quotes(names)}); {line}"
-    lines = " or ".join(reading.in_words() for reading in result.found if reading.objective == "supervised")
-    lines += ", or for plain text {text: ...}" * (len(result.found) > 1)
+    lines = " or ".join(reading.in_words() for reading in result.plausible if reading.objective == "supervised")
+    lines += ", or for plain text {text: ...}" * (len(result.plausible) > 1)
     return f"no known layout: the columns are {in_quotes(names)}; add to this data set: columns: {lines}"
 
 
@@ -223,15 +215,15 @@ def _answer_to_no_preferences(entry: DataSet, rows: Sequence[Mapping[str, Any]],
         if missing:
             line = in_yaml({**entry.columns, **dict.fromkeys(missing, "...")})
             return f"the field {missing[0]!r} is missing, the columns are {in_quotes(names)}; write columns: {line}"
-    found = readings("auto", rows).found
-    for reading in found:
+    plausible = readings("auto", rows).plausible
+    for reading in plausible:
         if reading.format == entry.format and reading.columns:
             line = f"columns: {in_yaml(reading.columns)}"
             if reading.labels or reading.unknown:
                 line += f", and labels: {labels_in_yaml(reading)}"
             return f"the columns are {in_quotes(names)}; add to this data set: {line}"
     if entry.format == "preference":
-        if any(reading.format == "kto" for reading in found):
+        if any(reading.format == "kto" for reading in plausible):
             return (
                 f"dpo compares two answers, and these rows ({in_quotes(names)}) judge one; set training.objective: kto"
             )

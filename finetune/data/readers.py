@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.cells import (
     MAX_ROW_DEPTH,
@@ -30,27 +30,14 @@ from finetune.data.cells import (
     not_a_number,
     parse_json,
 )
-from finetune.data.dialect import (
-    BYTE_ORDER_MARK,
-    HEAD_OF_TABLE,
-    RECORDS,
-    SEPARATOR_LINE,
-    WIDE,
-    WIDE_MARKS,
-    Dialect,
-    Record,
-    csv_dialect,
-    found_encoding,
-    header_at,
-    is_binary,
-    open_bytes,
-    without_blank_end,
-)
 from finetune.errors import BadFile, UnclearFile
 from finetune.output_stream import has_controls, one_line
-from finetune.paths import open_regular
+from finetune.paths import BYTE_ORDER_MARK, open_bytes, open_regular
 from finetune.untrusted.json_files import not_rows
 from finetune.wording import counted, install_command
+
+if TYPE_CHECKING:
+    from finetune.data.dialect import Dialect, Record
 
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB would have 4 million tokens: surely a file without line ends
 MOST_BYTES_OF_OBJECT = 64 * 2**20
@@ -221,12 +208,15 @@ def _whole_table(values: dict[str, Any], is_alone: bool) -> str | None:
     columns = list(values.values())
     if {*values} >= {"columns", "data"} and isinstance(values["data"], list) and isinstance(values["columns"], list):
         shape = "the columns' names and the rows apart"
-    elif columns and all(isinstance(each, dict) and each and all(map(str.isdigit, each)) for each in columns):
+    elif columns and all(isinstance(column, dict) and column and all(map(str.isdigit, column)) for column in columns):
         shape = "columns, each with its rows by number"
     elif (
         len(columns) > 1
-        and all(isinstance(each, list) and len(each) > 1 and isinstance(each[0], str | int | float) for each in columns)
-        and len({len(each) for each in columns}) == 1
+        and all(
+            isinstance(column, list) and len(column) > 1 and isinstance(column[0], str | int | float)
+            for column in columns
+        )
+        and len({len(column) for column in columns}) == 1
         and is_alone
     ):
         shape = "columns, each a list of its rows"
@@ -293,17 +283,12 @@ def _decode(raw: bytes, offset: int, encoding: str = "utf-8") -> str:
     try:
         return raw.decode(encoding)
     except UnicodeDecodeError as error:
+        value = error.object[error.start]
         if encoding == "utf-8":
-            raise BadRow(_not_utf8(offset + error.start, error)) from None
-        byte = f"byte {offset + error.start:,} of the file (0x{error.object[error.start]:02x})"
+            byte = f"byte {offset + error.start} of the file (0x{value:02x}) is not UTF-8"
+            raise BadRow(f"{byte}; save the file as UTF-8, or convert it: iconv -f LATIN1 -t UTF-8") from None
+        byte = f"byte {offset + error.start:,} of the file (0x{value:02x})"
         raise BadRow(f"{byte} is not {encoding}; name the file's own: encoding: cp1252") from None
-
-
-def _not_utf8(position: int, error: UnicodeDecodeError) -> str:
-    return (
-        f"byte {position} of the file (0x{error.object[error.start]:02x}) is not UTF-8; "
-        "save the file as UTF-8, or convert it: iconv -f LATIN1 -t UTF-8"
-    )
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -326,6 +311,8 @@ def _table_rows(
     file: Path, records: Iterator[Record], notes: Counter[str], separator: str, is_sheet: bool = False
 ) -> Iterator[SourceRow]:
     """Yield a table's rows by the names in its header. A title and notes above the header are skipped, and noted."""
+    from finetune.data.dialect import RECORDS, header_at, without_blank_end
+
     head = list(islice(records, RECORDS))
     sound = [cells for _, cells, problem in head if problem is None]
     if is_sheet:  # its rows come without the blank cells at their ends
@@ -419,6 +406,8 @@ def _named_cells(
 
 def _read_csv(file: Path, delimiter: str | None, encoding: str | None, notes: Counter[str]) -> Iterator[SourceRow]:
     """Yield a CSV file's rows by the names in its header; every value is text."""
+    from finetune.data.dialect import HEAD_OF_TABLE, WIDE_MARKS, csv_dialect, is_binary
+
     with open_bytes(file) as stream:
         head = stream.read(HEAD_OF_TABLE)
         stream.seek(0)
@@ -439,6 +428,8 @@ def _read_csv(file: Path, delimiter: str | None, encoding: str | None, notes: Co
 
 def _csv_records(stream: IO[bytes], dialect: Dialect, notes: Counter[str]) -> Iterator[Record]:
     """Yield the records that are not empty. A mistake in the quoting or the bytes is the last one."""
+    from finetune.data.dialect import SEPARATOR_LINE, without_blank_end
+
     lines = _csv_lines(stream, dialect)
     try:
         first = next(lines, "")
@@ -492,6 +483,8 @@ def _explain_csv(error: str, line: str, dialect: Dialect) -> str:
 
 def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:
     """The file's lines as text. Raises BadRow for a byte that the encoding does not have."""
+    from finetune.data.dialect import HEAD_OF_TABLE, WIDE
+
     offset = _mark_bytes(stream.read(HEAD_BYTES))
     stream.seek(0)
     head = stream.read(HEAD_OF_TABLE)
@@ -546,6 +539,8 @@ def _read_excel(file: Path, sheet: str | None, notes: Counter[str]) -> Iterator[
 
 def _read_text(file: Path, encoding: str | None) -> Iterator[SourceRow]:
     """A text file as one row with the column `text`."""
+    from finetune.data.dialect import WIDE_MARKS, found_encoding
+
     with open_bytes(file) as stream:
         raw = stream.read(MAX_ROW_BYTES + 1)
     problem = None

@@ -206,7 +206,7 @@ class Reading:
 class Readings:
     """Plausible readings, the best first, and the columns. One reading without an obstacle is sure."""
 
-    found: list[Reading]
+    plausible: list[Reading]
     columns: list[Column]
     obstacle: str = ""  # why no reading holds what the rows say: `mistake; remedy`
 
@@ -300,12 +300,12 @@ def readings(format: RowFormat, rows: Sequence[Mapping[str, Any]]) -> Readings:
                 turns_in(column.typical, repr(column.name))
             except BadRow as error:
                 return Readings([], columns, f"{error}; the turns may be cut (Excel keeps 32,767 characters of a cell)")
-    found = known_columns(columns, format) or _pair_reading(columns) or _judged_reading(columns)
-    found = found or _chat_reading(columns)
-    if found is None and "text" == named.get("instruction") == named.get("output"):
-        found = Reading("alpaca")
-    if found is not None:
-        return _with_judgement(format, [found], columns)
+    known = known_columns(columns, format) or _pair_reading(columns) or _judged_reading(columns)
+    known = known or _chat_reading(columns)
+    if known is None and "text" == named.get("instruction") == named.get("output"):
+        known = Reading("alpaca")
+    if known is not None:
+        return _with_judgement(format, [known], columns)
     texts = [column for column in columns if column.is_text]
     candidates = [column for column in texts if column.name.lower() not in (*SYSTEM_NAMES, *REASON_NAMES, *OF_CHATS)]
     # A column of numbers may hold answers only if its name says so.
@@ -313,34 +313,36 @@ def readings(format: RowFormat, rows: Sequence[Mapping[str, Any]]) -> Readings:
     numbers = [column for column in numbers if column.kind in ("text", "number") and column.has_word(ANSWER_WORDS)]
     answers = [*candidates, *numbers]
     # A column with one value, like a source, is no answer.
-    answers = [each for each in answers if not each.repeats or len(each.values) != 1 or each.has_word(ANSWER_WORDS)]
+    answers = [one for one in answers if not one.repeats or len(one.values) != 1 or one.has_word(ANSWER_WORDS)]
     if len(candidates) < 2 and len(rows) > 1 and any(column.kind == "object" for column in columns):
         inside = readings(format, [*map(flattened, rows)])
         nested = [column.name for column in inside.columns if "." in column.name and column.has_word(ANSWER_WORDS)]
-        answered = [reading for reading in inside.found if reading.columns.get("output") in nested]
+        answered = [reading for reading in inside.plausible if reading.columns.get("output") in nested]
         if not candidates:
             return inside
         if answered:
-            return replace(inside, found=[*answered, Reading("text", {"text": candidates[0].name})])
+            return replace(inside, plausible=[*answered, Reading("text", {"text": candidates[0].name})])
     if not candidates:
         return Readings([], columns, _no_texts(rows, columns))
-    if not [each for each in answers if each is not candidates[0]]:
+    if not [column for column in answers if column is not candidates[0]]:
         return _read_as_text(candidates[0], columns)
     labels_may_answer = len(candidates) <= 2  # with more texts, a label is more likely a category
     # The likeliest questions and answers by themselves, then each with each.
-    asking = sorted(candidates, key=lambda each: (-_question_score(each), each.position))[:COMPARED]
-    answering = sorted(answers, key=lambda each: (-_answer_score(each, labels_may_answer), each.position))[:COMPARED]
+    asking = sorted(candidates, key=lambda column: (-_question_score(column), column.position))[:COMPARED]
+    answering = sorted(answers, key=lambda answer: (-_answer_score(answer, labels_may_answer), answer.position))[
+        :COMPARED
+    ]
     pairs = [
         (_pair_score(question, answer, labels_may_answer), question, answer)
-        for question in sorted(asking, key=lambda each: each.position)
-        for answer in sorted(answering, key=lambda each: each.position)
+        for question in sorted(asking, key=lambda column: column.position)
+        for answer in sorted(answering, key=lambda column: column.position)
         if question is not answer and not question.repeats
     ]
     if not pairs:  # every text column repeats: the longest is read as text
         return _read_as_text(max(candidates, key=lambda column: column.length), columns)
     pairs.sort(key=lambda pair: -pair[0])
     plausible = [pair for pair in pairs if pairs[0][0] - pair[0] < CLEAR]
-    # A reversed pair is a reading of its own, and so is a pair with a third column in place of the second one.
+    # (answer, question) and (question, other column) each count as another reading.
     result = [_with_context(question, answer, texts) for _, question, answer in plausible[:4]]
     answer = plausible[0][2]
     if len(result) == 1 and answer.repeats and not answer.has_word((*ANSWER_WORDS, *LABEL_WORDS)):
@@ -364,7 +366,7 @@ def known_columns(columns: Sequence[Column], format: str) -> Reading | None:
             answers_alone = isinstance(named["chosen"].typical, dict | str)
             if answers_alone and "prompt" not in named and (format != "auto" or named[turns].kind == "turns"):
                 return Reading("preference", {"prompt": turns})
-        tag = next((each for each in ("label", "kto_tag") if each in named), None)
+        tag = next((name for name in ("label", "kto_tag") if name in named), None)
         says = [label_of(value) for value in named[tag].values] if tag else []
         if tag and not {"completion", "chosen"} & {*named} and (format != "auto" or (says and None not in says)):
             return Reading("kto", {"completion": turns} | ({} if tag == "label" else {"label": tag}))
@@ -385,15 +387,15 @@ def pair_of_answers(names: Sequence[str]) -> tuple[str, str] | None:
     chosen, score_chosen, ...   -> chosen and rejected: the shortest names
     """
     by_name = {name.lower(): name for name in names}
-    found = []
+    pairs = []
     for name in names:
         parts = re.split(r"([\W_]+)", name)
         for place, part in enumerate(parts):
             for better, worse in PAIR_WORDS:
                 other = "".join([*parts[:place], worse, *parts[place + 1 :]]).lower()
                 if part.lower() == better and other in by_name:
-                    found.append((name, by_name[other]))
-    return min(found, key=lambda pair: len(pair[0]), default=None)
+                    pairs.append((name, by_name[other]))
+    return min(pairs, key=lambda pair: len(pair[0]), default=None)
 
 
 def _pair_reading(columns: Sequence[Column]) -> Reading | None:
@@ -457,7 +459,7 @@ def _chat_reading(columns: Sequence[Column]) -> Reading | None:
     if {"prompt", "completion"} <= {*by_name}:
         return Reading("prompt_completion")
     # The exact name comes first, then the first column that ends with an answer.
-    chats.sort(key=lambda each: (each.name not in ("messages", "conversations"), not _ends_with_answer(each)))
+    chats.sort(key=lambda column: (column.name not in ("messages", "conversations"), not _ends_with_answer(column)))
     chat = chats[0]
     answers = [column for column in columns if column.is_text and column.has_word((*ANSWER_WORDS, *ANSWERS_WORDS))]
     if not _ends_with_answer(chat) and len(answers) == 1:
@@ -466,7 +468,7 @@ def _chat_reading(columns: Sequence[Column]) -> Reading | None:
     format: KnownFormat = "sharegpt" if "from" in chat.typical[0] else "messages"
     ours = LAYOUTS[format].columns[0]
     mapped = {} if chat.name == ours else {ours: chat.name}
-    system = next((each.name for each in columns if each.is_text and each.name.lower() in SYSTEM_NAMES), None)
+    system = next((column.name for column in columns if column.is_text and column.name.lower() in SYSTEM_NAMES), None)
     if system and system != "system":
         mapped["system"] = system
     return Reading(format, mapped)
@@ -522,10 +524,10 @@ def _pair_score(question: Column, answer: Column, labels_may_answer: bool) -> fl
 def _with_context(question: Column, answer: Column, texts: Sequence[Column]) -> Reading:
     """The pair's reading, with system, reasoning and context columns if their names say so."""
     others = [column for column in texts if column not in (question, answer)]
-    system = next((each.name for each in others if each.name.lower() in SYSTEM_NAMES), None)
-    reasons = next((each.name for each in others if each.name.lower() in REASON_NAMES), None)
-    context = next((each.name for each in others if each.has_word(CONTEXT_WORDS)), None)
-    if any(each.name == "input" for each in others) and question.name == "instruction":
+    system = next((column.name for column in others if column.name.lower() in SYSTEM_NAMES), None)
+    reasons = next((column.name for column in others if column.name.lower() in REASON_NAMES), None)
+    context = next((column.name for column in others if column.has_word(CONTEXT_WORDS)), None)
+    if any(column.name == "input" for column in others) and question.name == "instruction":
         context = "input"
     columns = {
         "system": system, "instruction": question.name, "input": context, "reasoning_content": reasons,
@@ -561,7 +563,7 @@ def judgement_of(columns: Iterable[Column]) -> tuple[Column, dict[str, bool | No
     rating: 1 to 5         -> None each: the user decides where the line is
     check: a, b            -> None each: two to five short values that repeat may be a judgement in words not known here
     """
-    found = []
+    candidates = []
     for column in columns:
         values, is_against = column.values, any(word.startswith(AGAINST_STEMS) for word in column.words)
         is_named = is_against or column.has_word(JUDGING_WORDS)
@@ -570,7 +572,7 @@ def judgement_of(columns: Iterable[Column]) -> tuple[Column, dict[str, bool | No
         says = {value: label_of(value) for value in values}
         if None in says.values():  # 0 and 1 belong to a scale, F to grades
             is_scale = all(NUMBER.fullmatch(value) for value in values)
-            says = {value: None if is_scale or len(value) == 1 else wanted for value, wanted in says.items()}
+            says = {value: None if is_scale or len(value) == 1 else verdict for value, verdict in says.items()}
         if not is_named and SILENT_LABELS.issuperset(values):
             says = dict.fromkeys(values)
         if len(values) == 2 and None in says.values():
@@ -581,14 +583,14 @@ def judgement_of(columns: Iterable[Column]) -> tuple[Column, dict[str, bool | No
                 says = {low: True, high: False}
         is_clear = {True, False} == {*says.values()}
         if is_clear and is_against:
-            says = {value: not wanted for value, wanted in says.items()}
+            says = {value: not verdict for value, verdict in says.items()}
         may_judge = len(values) <= MOST_GRADES and column.distinct <= 0.5 and column.filled >= 0.5
         may_judge &= not column.has_word((*TOPIC_WORDS, *LABEL_WORDS))
         if is_clear or is_named or may_judge:
-            found.append((not is_named, not is_clear, column.position, column, says))
-    if not found:
+            candidates.append((not is_named, not is_clear, column.position, column, says))
+    if not candidates:
         return None
-    *_, column, says = min(found, key=lambda each: each[:3])
+    *_, column, says = min(candidates, key=lambda candidate: candidate[:3])
     return column, says
 
 
@@ -620,9 +622,9 @@ def _as_number(value: str) -> float:
         return 0.0
 
 
-def _with_judgement(format: RowFormat, found: list[Reading], columns: list[Column]) -> Readings:
+def _with_judgement(format: RowFormat, plausible: list[Reading], columns: list[Column]) -> Readings:
     """These readings, and beside the first one its judged answers if an unread column seems to judge them."""
-    first, result = found[0], Readings(found, columns, _obstacle(found[0], columns))
+    first, result = plausible[0], Readings(plausible, columns, _obstacle(plausible[0], columns))
     if first.objective != "supervised" or first.format == "text" or format != "auto":
         return result
     judged = judgement_of(result.unused(first))
@@ -633,12 +635,12 @@ def _with_judgement(format: RowFormat, found: list[Reading], columns: list[Colum
     renamed = {"output": "completion", "messages": "completion", "conversations": "completion"}
     mapped = {renamed.get(ours, ours): theirs for ours, theirs in answered.items()}
     mapped |= {ours: theirs for ours, theirs in first.columns.items() if ours in ("system", "input")}
-    labels = {value: wanted for value, wanted in says.items() if wanted is not None}
-    if all(label_of(value) is wanted for value, wanted in says.items()):
+    labels = {value: verdict for value, verdict in says.items() if verdict is not None}
+    if all(label_of(value) is verdict for value, verdict in says.items()):
         labels = {}
-    unknown = tuple(value for value, wanted in says.items() if wanted is None)
+    unknown = tuple(value for value, verdict in says.items() if verdict is None)
     kto = Reading("kto", {**mapped, "label": column.name}, labels, unknown)
-    return replace(result, found=[first, kto, *found[1:]])
+    return replace(result, plausible=[first, kto, *plausible[1:]])
 
 
 def labels_in_yaml(reading: Reading) -> str:
@@ -653,7 +655,7 @@ def _obstacle(reading: Reading, columns: Sequence[Column]) -> str:
     unread = [column for column in columns if column.name not in reading.used()]
     named = {column.name: column for column in columns}
     answer = named.get(reading.columns.get("output", "output"))
-    asked = reading.columns.get("instruction") or next(
+    question = reading.columns.get("instruction") or next(
         (column.name for column in columns if column.has_word(QUESTION_WORDS)), "instruction"
     )
     whole = named.get(reading.columns.get("text", ""))
@@ -683,24 +685,24 @@ def _obstacle(reading: Reading, columns: Sequence[Column]) -> str:
     chosen_by = next((column for column in unread if column.has_word((*KEY_WORDS, "label"))), answer)
     for column in nested:
         if column.has_word(CHOICE_WORDS):
-            return f"{column.name!r} holds choices, which the question would lack; write them into {asked!r}"
+            return f"{column.name!r} holds choices, which the question would lack; write them into {question!r}"
     texts = [column for column in columns if column.kind == "text"]
-    for stem, members in _families(texts, asked).items():
+    for stem, members in _families(texts, question).items():
         names = in_quotes([column.name for column in members])
         is_read = any(column.name in reading.used() for column in members)
         if stem and len(members) == 2 and any(column.has_word((*ANSWER_WORDS, "ref")) for column in members):
             return f"{names} are two answers to one question; {_as_pairs(unread)}"
         if (is_read or is_key or not is_sure) and len(members) < len(texts):
-            text = "".join(f"\\n{chr(65 + place)}. {{{each.name}}}" for place, each in enumerate(members))
+            text = "".join(f"\\n{chr(65 + place)}. {{{member.name}}}" for place, member in enumerate(members))
             output = "..." if chosen_by is None or chosen_by in members else chosen_by.name
-            line = f'{{instruction: "{{{asked}}}{text}", output: "{{{output}}}"}}'
+            line = f'{{instruction: "{{{question}}}{text}", output: "{{{output}}}"}}'
             return f"{names} look like choices, which the question would lack; write in the recipe template: {line}"
     if is_sure:
         return ""
     for column in nested:
         if not column.has_word((*ANSWER_WORDS, *ANSWERS_WORDS)):
             continue
-        ranked = next((each for each in unread if each.has_word(("rank", "ranks", "ranking"))), None)
+        ranked = next((column for column in unread if column.has_word(("rank", "ranks", "ranking"))), None)
         if ranked or (column.name == "output" and isinstance(column.typical, list) and len(column.typical) == 2):
             why = f" ({ranked.name!r} may rank them)" if ranked else ""
             return (
@@ -731,8 +733,8 @@ def _families(texts: Sequence[Column], question: str) -> dict[str, list[Column]]
 
 def _as_pairs(unread: Sequence[Column]) -> str:
     """The remedy for two answers a row."""
-    by = next((column for column in unread if column.has_word(CHOOSING_WORDS) and column.kind != "turns"), None)
-    says = "" if by is None else f" ({by.name!r} may say which is better)"
+    judge = next((column for column in unread if column.has_word(CHOOSING_WORDS) and column.kind != "turns"), None)
+    says = "" if judge is None else f" ({judge.name!r} may say which is better)"
     return f"write them as chosen and rejected, for training.objective: dpo{says}, or name one of them"
 
 
@@ -827,7 +829,7 @@ def listed(words: Sequence[str]) -> str:
 def in_quotes_of_yaml(text: str) -> str:
     """A text in YAML's double quotes. YAML takes no control characters, and a terminal should not."""
     return "".join(
-        each if each.isprintable() else f"\\U{ord(each):08x}" for each in json.dumps(text, ensure_ascii=False)
+        letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in json.dumps(text, ensure_ascii=False)
     )
 
 

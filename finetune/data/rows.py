@@ -33,7 +33,6 @@ from finetune.data.chat import (
     leaves_out_prompt,
     read_row,
 )
-from finetune.data.dialect import csv_dialect
 from finetune.data.layout import RowLayout, layout_of
 from finetune.data.readers import SourceRow
 from finetune.data.readings import Reading, in_quotes, in_yaml, profiles, remarks
@@ -213,7 +212,7 @@ class RowReader:
             self._begun = [self._begun[0] + 1, self._begun[1] or begun]
         elif written := next((token for text in texts if (token := _written_token(text))), None):
             self._written = [self._written[0] + 1, self._written[1] or written]
-        if twice := next((found for text in texts if (found := _encoded_twice(text))), None):
+        if twice := next((mended for text in texts if (mended := _encoded_twice(text))), None):
             self._twice = [self._twice[0] + 1, *(self._twice[1:] if self._twice[0] else twice)]
         match read:
             case Pair():
@@ -236,6 +235,8 @@ class RowReader:
         dialect = ""  # of the first CSV file
         if self._source.kind == "csv" and self._source.files:
             with suppress(OSError, DataError):
+                from finetune.data.dialect import csv_dialect
+
                 dialect = csv_dialect(self._source.files[0], entry.delimiter, entry.encoding).in_words()
         facts_of_answers: dict[str, Any] = {}
         if entry.format in FORMAT_OF_OBJECTIVE.values():
@@ -318,7 +319,7 @@ def _encoded_twice(text: str) -> tuple[str, str] | None:
     for match in _TWICE.finditer(text):
         with suppress(UnicodeError):
             # cp1252 has no letter for five bytes; programs keep them as control characters.
-            nbytes = b"".join(each.encode("latin-1" if each < "\u0100" else "cp1252") for each in match[0])
+            nbytes = b"".join(letter.encode("latin-1" if letter < "\u0100" else "cp1252") for letter in match[0])
             return match[0][:20], nbytes.decode("utf-8")[:20]
     return None
 
@@ -346,8 +347,8 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: {line}"
     dropped = facts.get("dropped") or {}
     words = {"empty": "with an empty cell", "duplicate": "equal to an earlier one"}
-    if found := [f"{counted(count, 'row')} {words[kind]}" for kind, count in dropped.items() if count]:
-        yield f"{name}: left out: {' and '.join(found)}"
+    if reasons := [f"{counted(count, 'row')} {words[kind]}" for kind, count in dropped.items() if count]:
+        yield f"{name}: left out: {' and '.join(reasons)}"
     if facts["unused_columns"]:
         yield f"{name}: columns not used: {listed(facts['unused_columns'])}"
     for remark in facts.get("remarks", ()):  # an older cache has none
@@ -485,16 +486,16 @@ def check_rows(
     mistakes = Mistakes()
     entries, metrics, items = [*data.sets], list[Metric](), list[Scored]()
     # Without rows of their own the references are a share of the training rows, which the seed draws.
-    asked, most = data.train if data.eval is not None else [], MOST_TRIED
+    scored_sets, most = data.train if data.eval is not None else [], MOST_TRIED
     is_certain = False
     if scored is not None:
         metrics = [Metric.of(choice) for choice in scored.choices]
         if scored.file is not None:
-            asked = [asked_entry(data.train[0], scored.file)]
-            entries += asked
+            scored_sets = [asked_entry(data.train[0], scored.file)]
+            entries += scored_sets
         elif isinstance(data.eval, list):
-            asked = data.eval
-        if asked is not data.train:
+            scored_sets = data.eval
+        if scored_sets is not data.train:
             most, is_certain = scored.limit, True
     counts: dict[str, int] = {}
     notes: list[str] = []
@@ -514,7 +515,7 @@ def check_rows(
                     mistakes.add(row.problem or "", row.place)
                     continue
                 counts[source.name] += 1
-                if metrics and len(items) < most and any(entry is each for each in asked):
+                if metrics and len(items) < most and any(entry is scored_set for scored_set in scored_sets):
                     reference = reference_in(row.read)
                     if reference is not None:
                         items.append(Scored(reference, row.place, row.row.values or {}))

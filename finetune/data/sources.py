@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.data.cells import BadRow, nearest
-from finetune.data.dialect import checked_encoding
 from finetune.data.layout import layout_of
 from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
 from finetune.data.readings import readings
 from finetune.errors import DataError
+from finetune.library_errors import library_errors, words_of
 from finetune.output_stream import has_controls, one_line, printable
 from finetune.paths import open_regular
 from finetune.recipe.schema import DataSet
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import words_of
 
 SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
             ".xlsx": "excel", ".arrow": "arrow"}  # fmt: skip
@@ -82,11 +81,8 @@ class Source:
             return {"hub": self.entry.path, "fingerprint": self.hub_data_set._fingerprint}
         hashes = []
         for file in self.files:
-            try:
-                with open_regular(file) as stream:
-                    hashes.append(hashlib.file_digest(stream, "blake2b").hexdigest()[:32])
-            except OSError as error:
-                raise DataError([f"{file}: cannot be read: {error.strerror}; check the file"]) from None
+            with library_errors(reading=file, kind=DataError), open_regular(file) as stream:
+                hashes.append(hashlib.file_digest(stream, "blake2b").hexdigest()[:32])
         split = "all"  # the digests stand for whole files already; only a slice changes the rows
         if read_split(self.entry.split).is_sliced:
             split = self.entry.split
@@ -153,6 +149,8 @@ def resolve(entry: DataSet) -> Source:
         if getattr(entry, key) is not None and source.kind not in kinds:
             raise DataError([f"{source.name}: {key}: is for {words}, these are {_in_words(source)}; remove it"])
     if entry.encoding is not None:
+        from finetune.data.dialect import checked_encoding
+
         checked_encoding(entry.encoding)
     return source
 
@@ -164,31 +162,31 @@ def asked_entry(entry: DataSet, file: str | DataSet) -> DataSet:
     DataError for columns that may be read in several ways.
     """
     if isinstance(file, DataSet):
-        return file.model_copy(update={"drop": [each for each in file.drop if each != "duplicate"]})
+        return file.model_copy(update={"drop": [kind for kind in file.drop if kind != "duplicate"]})
     changed: dict[str, Any] = {"path": file, "name": None, "data_files": None, "split": "train", "revision": "main"}
-    asked = entry.model_copy(update={**changed, "drop": [each for each in entry.drop if each != "duplicate"]})
+    questions = entry.model_copy(update={**changed, "drop": [kind for kind in entry.drop if kind != "duplicate"]})
     try:
-        rows = [row.values for row in islice(resolve(asked).rows(), ASKED_ROWS_LOOKED_AT) if row.values is not None]
-        layout_of(asked, rows)
+        rows = [row.values for row in islice(resolve(questions).rows(), ASKED_ROWS_LOOKED_AT) if row.values is not None]
+        layout_of(questions, rows)
     except DataError:  # who reads the rows says so, with other mistakes
-        return asked
+        return questions
     except BadRow:
-        by_itself = asked.model_copy(update={"format": "auto", "columns": {}, "template": {}})
+        by_itself = questions.model_copy(update={"format": "auto", "columns": {}, "template": {}})
         result = readings("auto", rows)
-        if len(result.found) == 1 and not result.obstacle and result.found[0].objective == "supervised":
-            columns, template = dict(result.found[0].columns), dict[str, str]()
+        if len(result.plausible) == 1 and not result.obstacle and result.plausible[0].objective == "supervised":
+            columns, template = dict(result.plausible[0].columns), dict[str, str]()
             answer = columns.get("output", "")
             if any(column.name == answer and column.kind == "number" for column in result.columns):
                 template = {"output": f"{{{columns.pop('output')}}}"}  # a template makes texts of numbers
             return by_itself.model_copy(update={"columns": columns, "template": template})
-        if len(result.found) > 1:
-            ways = [reading.in_words() for reading in result.found]
+        if len(result.plausible) > 1:
+            ways = [reading.in_words() for reading in result.plausible]
             problem = (
                 f"{file}: the columns may be read in {len(ways)} ways: {' or '.join(ways)}; rename them, or say which"
             )
             raise DataError([f"{problem}: --columns {shlex.quote(ways[0])}"]) from None
-        return asked if entry.columns or entry.template else by_itself
-    return asked
+        return questions if entry.columns or entry.template else by_itself
+    return questions
 
 
 def _in_words(source: Source) -> str:
@@ -244,7 +242,7 @@ def _resolve(entry: DataSet) -> Source:
     if split != "train" and not all(words_of_split & _words(file, file.parent) for file in files):
         known = dict.fromkeys(["train", *(name for file in files for name in _splits([file], file.parent))])
         raise DataError([_no_such_split(files[0], split, list(known))])
-    folders = [Path(each) for each in patterns or () if builder == "text" and _is_folder(Path(each))]
+    folders = [Path(pattern) for pattern in patterns or () if builder == "text" and _is_folder(Path(pattern))]
     hidden = sum(files_below(folder)[1] for folder in folders)
     return Source(entry, builder or _common_kind(files), tuple(files), hidden=hidden)
 
@@ -293,7 +291,7 @@ def _saved_files(folder: Path, split: str) -> list[Path]:
     if split not in ("train", state.get("_split")) and not _is_file(splits):
         raise DataError([_no_such_split(folder, split, [state.get("_split") or "train"])])
     stored = state.get("_data_files")
-    names = [str(each.get("filename")) for each in stored or [] if isinstance(each, dict)]
+    names = [str(stored_file.get("filename")) for stored_file in stored or [] if isinstance(stored_file, dict)]
     files = [folder / Path(name).name for name in names]
     if missing := next((file for file in files if not _is_file(file)), None if files else folder / "*.arrow"):
         raise DataError([f"{missing}: no such file, and state.json names it; save the data set again"])
@@ -366,8 +364,8 @@ def _common_kind(files: Sequence[Path]) -> str:
 
 def refuse_packed(file: Path) -> None:
     """Raises DataError for a compressed file or an archive that is not read."""
-    if by := UNPACKED_BY.get(file.suffix.lower()):
-        raise DataError([f"{file}: {file.suffix} is not read; unpack it: {by} {shlex.quote(str(file))}"])
+    if command := UNPACKED_BY.get(file.suffix.lower()):
+        raise DataError([f"{file}: {file.suffix} is not read; unpack it: {command} {shlex.quote(str(file))}"])
 
 
 # -- splits ------------------------------------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ _SIMPLE_FORMAT = re.compile(r"(0+)(?:\.(0+))?(%?)")  # 0, 00000, 0.00, 0.0%
 ROWS_THAT_DECIDE = 20  # rows that decide whether a sheet is a table, and how wide it is
 
 
-def sheet_records(file: Path, stream: IO[bytes], wanted: str | None, notes: Counter[str]) -> Iterator[Record]:
+def sheet_records(file: Path, stream: IO[bytes], sheet_name: str | None, notes: Counter[str]) -> Iterator[Record]:
     """Yield the rows that hold something, without blank cells at their ends.
 
     Args:
         file: For messages.
-        wanted: The sheet's name. None: the visible one with a table, or else the first with anything.
+        sheet_name: The sheet's name. None: the visible one with a table, or else the first with anything.
         notes: Gets notes for the file's owner, with their counts.
 
     Raises BadFile for a sheet that is not there, UnclearFile for several tables with different columns, ValueError for
@@ -42,17 +42,17 @@ def sheet_records(file: Path, stream: IO[bytes], wanted: str | None, notes: Coun
     sheets = {sheet.title: sheet for sheet in book.worksheets}
     heads = {title: [cells for _, cells, _ in _head(book, sheet)] for title, sheet in sheets.items()}
     filled = [title for title, head in heads.items() if head]
-    if wanted is not None and wanted not in sheets:
+    if sheet_name is not None and sheet_name not in sheets:
         names = ", ".join(map(repr, sheets))
         raise BadFile(
-            str(file), f"it has no sheet {wanted!r}, but {names}; choose one of them, sheet: NAME (init: --sheet)"
+            str(file), f"it has no sheet {sheet_name!r}, but {names}; choose one of them, sheet: NAME (init: --sheet)"
         )
     visible = [title for title in filled if sheets[title].sheet_state == "visible"]
     headers = {title: header for title in visible if (header := _header(heads[title]))}
-    if wanted is None and len({*headers.values()}) > 1:
+    if sheet_name is None and len({*headers.values()}) > 1:
         tables = [(title, ", ".join(header)[:60]) for title, header in headers.items()]
         raise UnclearFile(str(file), "sheet", "has several tables:", tables)
-    title = wanted or next(iter([*headers, *visible, *filled, *sheets]))
+    title = sheet_name or next(iter([*headers, *visible, *filled, *sheets]))
     if others := [other for other in filled if other != title]:
         names = ", ".join(repr(name) + " (hidden)" * (sheets[name].sheet_state != "visible") for name in others[:5])
         more = f" and {len(others) - 5} more" * (len(others) > 5)

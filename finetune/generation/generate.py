@@ -55,11 +55,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn: each by numbers of its own, which neither its batch nor its rank decides."""
+    """How an answer is drawn: by numbers of its own, which neither its batch nor its rank decides."""
 
-    temperature: float  # above 0
+    temperature: float  # above 0; a server is greedy at 0
     top_p: float = 1.0  # the likeliest tokens that together have this share
-    seed: int = 0
+    seed: int | None = 0  # None: a server draws by its own
 
     def uniform(self, draw: tuple[int, int], token: int) -> float:
         """The number in [0, 1) that picks a token: 53 bits of a hash of seed, row, answer and the token's place."""
@@ -126,7 +126,7 @@ def greedy_answers(
     *,
     max_new_tokens: int,
     device: torch.device,
-    together: bool = False,
+    synced: bool = False,
     cached: bool = True,
     show: Callable[[int], bool | None] | None = None,
     sampling: Sampling | None = None,
@@ -140,14 +140,14 @@ def greedy_answers(
 
     Args:
         device: Computes the answers; weights may be in host memory.
-        together: All ranks ask the same prompts and run forwards until the last one has its answers.
+        synced: All ranks run forwards until the last one has its answers.
         cached: Keys and values are kept; otherwise each new token computes all tokens again.
         show: Called with the number of new tokens after each one; True ends all rows there.
         sampling, draws: Tokens are drawn instead; `draws` are each prompt's row and answer number.
         drawn: Tokens that end each prompt and were drawn before.
     """
     batch = left_padded(prompts, device)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "synced_gpus": together, "use_cache": cached, **GREEDY}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "synced_gpus": synced, "use_cache": cached, **GREEDY}
     if show is not None:
 
         def show_and_go_on(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -263,7 +263,7 @@ def _generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[
     generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009  # peft and transformers both have it
     ends = end_tokens(model, tokenizer)
     with warnings.catch_warnings(), nullcontext() if options.get("do_sample") else without_settings(model):
-        # Of weights in host memory, which each forward gathers on the GPU.
+        # The warning is about weights in host memory. Each forward gathers them on the GPU.
         warnings.filterwarnings(
             "ignore", message=r"You are calling \.generate\(\) with the `input_ids` being on a device"
         )

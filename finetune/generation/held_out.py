@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any
+from itertools import chain, groupby, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.by_document import first_parameter
-from finetune.data.chat import Chat, Judged, Passage
-from finetune.data.rows import RowReader
+from finetune.data.chat import Chat, Judged, Passage, documents_in
+from finetune.data.rows import ReadRow, RowReader
 from finetune.data.sources import asked_entry, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.generation.generate import (
@@ -46,9 +46,6 @@ from finetune.tokens.dataset import Prepared
 from finetune.tokens.encoder import IGNORE, Encoder, RowError, SamplePrompt
 from finetune.wording import counted
 
-if TYPE_CHECKING:
-    pass
-
 MOST_NEW_TOKENS = 1024
 SPARE_TOKENS = 8  # of an answer that is longer than every reference
 MOST_ROWS_OF_FILE = 10**6
@@ -64,6 +61,7 @@ class ScoredSet:
     metrics: list[Metric]
     max_new_tokens: int
     notes: list[str] = field(default_factory=list)
+    contents: list[Chat | Passage] = field(default_factory=list)  # the rows of a file; see `row_contents`
 
     def check(self) -> None:
         """Score the references against themselves. Raises DataError for those that a metric cannot read.
@@ -109,17 +107,16 @@ def held_out_set(
     if not rows:
         reason = "; ".join(notes) or "plain texts and train_on: all have no question"
         raise FinetuneError(f"{name}: no row has a question and an answer to score ({reason}); name other rows")
-    items = [item for _, item, _ in rows]
-    longest = max(tokens for _, _, tokens in rows)
+    prompts, items, lengths, contents = (list(column) for column in zip(*rows, strict=True))
+    longest = max(lengths)
     new_tokens = max_new_tokens or section.max_new_tokens or min(MOST_NEW_TOKENS, longest + longest // 4 + SPARE_TOKENS)
-    found = ScoredSet(
-        name, [prompt for prompt, _, _ in rows], items, chosen or fitting_metrics(items), new_tokens, notes
-    )
-    found.check()
-    return found
+    contents = contents if file is not None else []
+    scored_set = ScoredSet(name, prompts, items, chosen or fitting_metrics(items), new_tokens, notes, contents)
+    scored_set.check()
+    return scored_set
 
 
-ScoredRow = tuple[SamplePrompt, Scored, int]  # the int: tokens of the reference
+ScoredRow = tuple[SamplePrompt, Scored, int, Chat | Passage | None]  # the int: tokens of the reference
 
 
 def _held_out_rows(
@@ -146,23 +143,63 @@ def _held_out_rows(
             continue
         prompt = encoder.prompt_of(ids, labels)
         item = Scored(prompt.reference or "", pool.place(index))
-        rows.append((prompt, item, len(ids) - len(prompt.prompt_ids)))
+        rows.append((prompt, item, len(ids) - len(prompt.prompt_ids), None))
     if reads_rows:
-        values = _values_at({item.place for _, item, _ in rows}, recipe.data.sets)
-        rows = [(prompt, replace(item, row=values.get(item.place, {})), tokens) for prompt, item, tokens in rows]
+        read = _rows_at({item.place for _, item, _, _ in rows}, recipe.data.sets)
+        values = {row.place: row.row.values for row in read if row.row.values is not None}
+        rows = [(prompt, replace(item, row=values.get(item.place, {})), new, None) for prompt, item, new, _ in rows]
     return rows, notes
 
 
-def _values_at(places: set[str], entries: Sequence[DataSet]) -> dict[str, dict[str, Any]]:
-    """The columns of the rows at these places."""
-    values: dict[str, dict[str, Any]] = {}
+def _rows_at(places: set[str], entries: Sequence[DataSet]) -> Iterator[ReadRow]:
+    """The rows at these places."""
     for entry in entries:
-        for row in resolve(entry).rows():
-            if row.place in places and row.values is not None:
-                values[row.place] = row.values
-            if len(values) == len(places):
-                return values
-    return values
+        yield from (row for row in RowReader(resolve(entry)).rows() if row.place in places)
+
+
+def row_contents(recipe: Recipe, encoder: Encoder, scored_set: ScoredSet) -> list[Chat | Passage]:
+    """Each prompt's chat or text with its answer; held-out rows are read again.
+
+    A row may have several examples. The prompt's tokens say which one is meant. Raises FinetuneError if a row has
+    changed since.
+    """
+    if scored_set.contents:
+        return scored_set.contents
+    contents: dict[int, Chat | Passage] = {}
+    indices: dict[str, list[int]] = {}
+    for index, item in enumerate(scored_set.items):
+        indices.setdefault(item.place, []).append(index)
+    for row in _rows_at({*indices}, recipe.data.sets):
+        for example in encoder.examples(row.read) if row.read is not None else ():
+            content = documents_in(example)[0]
+            with suppress(RowError):
+                document = encoder.document(content)
+                for index in indices[row.place]:
+                    ids = scored_set.prompts[index].prompt_ids
+                    if document.input_ids[: len(ids)] == ids:
+                        contents.setdefault(index, content)
+        if len(contents) == len(scored_set.items):
+            break
+    if missing := [item.place for index, item in enumerate(scored_set.items) if index not in contents]:
+        raise FinetuneError(f"{missing[0]}: this row is not as it was when the data was tokenised; run it again")
+    return [contents[index] for index in range(len(scored_set.items))]
+
+
+def last_answer_turn(chat: Chat) -> int:
+    """The place of the last supervised answer among the messages."""
+    turns = enumerate(zip(chat.messages, chat.supervised, strict=True))
+    return max(index for index, (turn, supervised) in turns if turn["role"] == "assistant" and supervised)
+
+
+def conversations(recipe: Recipe, encoder: Encoder, scored_set: ScoredSet) -> list[Chat | Passage]:
+    """Each prompt's conversation, up to its last supervised answer, as a server gets it."""
+    chats: list[Chat | Passage] = []
+    for content in row_contents(recipe, encoder, scored_set):
+        if isinstance(content, Chat):
+            last, variables = last_answer_turn(content), encoder.variables_for_server(content.template_kwargs)
+            content = Chat(content.messages[:last], content.tools, content.supervised[:last], variables)
+        chats.append(content)
+    return chats
 
 
 def _rows_of_file(
@@ -176,27 +213,28 @@ def _rows_of_file(
     rows: list[ScoredRow] = []
     mistakes: list[str] = []
     texts = 0
-    for found in reader.rows():
-        if len(rows) == most or found.row.line > MOST_ROWS_OF_FILE:
+    for row in reader.rows():
+        if len(rows) == most or row.row.line > MOST_ROWS_OF_FILE:
             break
-        if found.read is None:
-            mistakes.append(f"{found.place}: {found.problem}")
+        if row.read is None:
+            mistakes.append(f"{row.place}: {row.problem}")
             continue
-        examples = [each for each in encoder.examples(found.read) if not isinstance(each, Judged) or each.desirable]
+        examples = [
+            example for example in encoder.examples(row.read) if not isinstance(example, Judged) or example.desirable
+        ]
         if not examples:
             continue
         texts += isinstance(examples[-1], Passage)
         try:
             document = encoder.document(examples[-1])
         except RowError as error:
-            mistakes.append(f"{found.place}: {error}")
+            mistakes.append(f"{row.place}: {error}")
             continue
-        labels = np.asarray(document.labels)
-        if not has_prompt(labels):
-            continue
-        prompt = encoder.prompt_of(np.asarray(document.input_ids), labels)
-        item = Scored(prompt.reference or "", found.place, found.row.values or {})
-        rows.append((prompt, item, len(document.input_ids) - len(prompt.prompt_ids)))
+        ids, labels = np.asarray(document.input_ids), np.asarray(document.labels)
+        if has_prompt(labels):
+            prompt = encoder.prompt_of(ids, labels)
+            item = Scored(prompt.reference or "", row.place, row.row.values or {})
+            rows.append((prompt, item, len(ids) - len(prompt.prompt_ids), documents_in(examples[-1])[0]))
     if mistakes:
         raise DataError(mistakes[:5], len(mistakes), max(0, len(mistakes) - 5))
     empty = reader.facts()["dropped"].get("empty", 0)
@@ -224,8 +262,8 @@ def has_prompt(labels: np.ndarray) -> bool:
 
 
 @dataclass
-class Answering:
-    """How answers are computed together."""
+class Batching:
+    """Decides which prompts share a batch, and which ranks compute it."""
 
     shared: bool  # prompts of different lengths may share a left-padded batch
     device: torch.device
@@ -233,11 +271,6 @@ class Answering:
     sharded: bool = False  # each forward gathers weights, so all ranks make the same number of forwards
     staged: bool = False  # a pipeline: every rank computes every answer
     most_tokens: int = MOST_BATCH_TOKENS  # of one batch, with padding and answers; fewer after memory ran out
-    sampling: Sampling | None = None  # None: greedy
-    draws: Sequence[tuple[int, int]] = ()  # each prompt's row and answer number, which its drawn tokens depend on
-    # Only a row's answers share a batch. They are equally long, so nothing is padded, and no other row changes their
-    # sums: in float32 they are the same bytes in every run.
-    apart: bool = False
 
 
 def tokens_that_fit(model: nn.Module, device: torch.device, ranks: Ranks) -> int:
@@ -253,95 +286,103 @@ def tokens_that_fit(model: nn.Module, device: torch.device, ranks: Ranks) -> int
 def generated_answers(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    asked: ScoredSet,
-    how: Answering,
+    scored_set: ScoredSet,
+    batching: Batching,
     show: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
+    *,
+    sampling: Sampling | None = None,
+    draws: Sequence[tuple[int, int]] = (),
 ) -> list[Answer]:
     """The model's answers, in the order of the prompts, on every rank: greedy, or drawn. `model` is unwrapped.
 
     Args:
         show: Receives the progress.
         say: Receives a line if memory runs out. It names the smaller batches that follow.
+        sampling: None: greedy.
+        draws: Each prompt's row and answer number, which its drawn tokens depend on. Without `batching.shared`, only a
+            row's answers share a batch. They are equally long, so nothing is padded, and no other row changes their
+            sums: in float32 they are the same bytes in every run.
     """
-    prompts, ranks = [prompt.prompt_ids for prompt in asked.prompts], how.ranks
-    answers: dict[int, Answer] = {}
-    together = how.sharded and ranks.world > 1
-    batched = how.shared or how.apart
-    ends = round_ends(asked.max_new_tokens) if batched else [asked.max_new_tokens]
+    ranks, answers = batching.ranks, dict[int, Answer]()
+    gathers = batching.sharded and ranks.world > 1
+    batched = batching.shared or bool(draws)
+    rows = [] if batching.shared else [row for row, _ in draws]  # of which one's prompts alone share a batch
+    ends = round_ends(scored_set.max_new_tokens) if batched else [scored_set.max_new_tokens]
     with answering(model):
         for before, end in zip([0, *ends], ends, strict=False):
-            asking = {index: ids for index, ids in enumerate(prompts) if not before or not answers[index].ended}
-            if before:
-                asking = {index: ids + answers[index].tokens for index, ids in asking.items()}
-            rows = sorted(asking, key=lambda index: len(asking[index]))
-            if not rows:
+            new, prompts = end - before, dict[int, list[int]]()
+            for index, prompt in enumerate(scored_set.prompts):
+                if not before:
+                    prompts[index] = prompt.prompt_ids
+                elif not answers[index].ended:
+                    prompts[index] = prompt.prompt_ids + answers[index].tokens
+            order = sorted(prompts, key=lambda index: len(prompts[index]))
+            if not order:
                 break
-            most = BATCH_TOKENS
-            if batched and not how.staged:
-                share = -(-len(rows) // ranks.world) * (len(asking[rows[-1]]) + end - before)  # every rank gets rows
-                most = min(
-                    tokens_that_fit(model, how.device, ranks), max(BATCH_TOKENS, share), *ranks.gather(how.most_tokens)
-                )
-            mine = _batches(rows, asking, end - before, most if batched else 0, how)
-            if not how.staged:
-                mine = mine[ranks.rank :: ranks.world]
-            found: dict[int, Answer] = {}
+            most = BATCH_TOKENS if batched else 0
+            if batched and not batching.staged:
+                share = -(-len(order) // ranks.world) * (len(prompts[order[-1]]) + new)  # every rank gets rows
+                room = tokens_that_fit(model, batching.device, ranks)
+                most = min(room, max(BATCH_TOKENS, share), *ranks.gather(batching.most_tokens))
+            batches = _batches(order, prompts, new, most, rows)
+            if not batching.staged:
+                batches = batches[ranks.rank :: ranks.world]
+            own: dict[int, Answer] = {}  # this rank's
             done = 0
             # Sharded weights are gathered by all ranks at once. So a rank without a batch of its own computes the
             # shortest prompt while others have one, and after each batch they agree who ran out of memory.
-            while any(ranks.gather(bool(mine))) if together else mine:
-                batch, *rest = mine or [rows[:1]]
-                place = f"answers to {asked.name}: batch {done + 1} of {done + max(1, len(mine))}"
+            while any(ranks.gather(bool(batches))) if gathers else batches:
+                batch, *rest = batches or [order[:1]]
+                place = f"answers to {scored_set.name}: batch {done + 1} of {done + max(1, len(batches))}"
                 of_batch: list[Answer] = []
                 full, alone = 0, ""  # tokens that do not fit, and why where they are one row
                 nothing: AbstractContextManager[list[Exception]] = nullcontext([])
-                with layers_left_out(model) if together else nothing as failed:
+                with layers_left_out(model) if gathers else nothing as failed:
 
                     def show_token(token: int, place: str = place, before: int = before) -> bool:
-                        show(f"{place}, token {before + token} of at most {asked.max_new_tokens}")
+                        show(f"{place}, token {before + token} of at most {scored_set.max_new_tokens}")
                         return bool(failed)
 
                     try:
                         of_batch = greedy_answers(
                             model,
                             tokenizer,
-                            [asking[index] for index in batch],
-                            max_new_tokens=end - before,
-                            device=how.device,
-                            together=together,
-                            cached=not how.staged,
+                            [prompts[index] for index in batch],
+                            max_new_tokens=new,
+                            device=batching.device,
+                            synced=gathers,
+                            cached=not batching.staged,
                             show=show_token,
-                            sampling=how.sampling,
-                            draws=[how.draws[index] for index in batch] if how.sampling else (),
+                            sampling=sampling,
+                            draws=[draws[index] for index in batch] if sampling else (),
                             drawn=before,
                         )
                     except Exception as error:
-                        if together or how.staged or len(batch) == 1 or not is_out_of_memory(error):
+                        if gathers or batching.staged or len(batch) == 1 or not is_out_of_memory(error):
                             raise
                         failed.append(error.with_traceback(None))  # its frames hold the batch's tensors
                 if failed:
-                    full = len(batch) * (len(asking[batch[-1]]) + end - before)
+                    full = len(batch) * (len(prompts[batch[-1]]) + new)
                     alone = str(failed[0]) if len(batch) == 1 else ""
                 else:
-                    found |= zip(batch, of_batch, strict=True)
-                    mine, done = rest, done + 1
-                if together:
+                    own |= zip(batch, of_batch, strict=True)
+                    batches, done = rest, done + 1
+                if gathers:
                     full, alone = max(ranks.gather((full, alone)))
                 if alone:
                     raise torch.OutOfMemoryError(alone)
                 if full:
-                    if how.most_tokens == MOST_BATCH_TOKENS:
+                    if batching.most_tokens == MOST_BATCH_TOKENS:
                         say(f"answers: a batch with {full:,} tokens does not fit; they go on with {full // 2:,}")
-                    how.most_tokens = full // 2
-                    again = [index for each in mine for index in each]
-                    mine = _batches(again, asking, end - before, how.most_tokens, how)
-            for others in ranks.gather(found):
-                found |= others  # a repeated batch is there twice
-            for index, each in found.items():
-                so_far = answers[index].tokens if before else []
-                answers[index] = decoded_answer(so_far + each.tokens, tokenizer, ended=each.ended)
-    return [answers[index] for index in range(len(prompts))]
+                    batching.most_tokens = full // 2
+                    batches = _batches([*chain(*batches)], prompts, new, batching.most_tokens, rows)
+            for of_rank in ranks.gather(own):
+                own |= of_rank  # a repeated batch is there twice
+            for index, answer in own.items():
+                tokens = answers[index].tokens + answer.tokens if before else answer.tokens
+                answers[index] = decoded_answer(tokens, tokenizer, ended=answer.ended)
+    return [answers[index] for index in range(len(scored_set.prompts))]
 
 
 @contextmanager
@@ -384,38 +425,26 @@ def layers_left_out(model: nn.Module) -> Iterator[list[Exception]]:
 
 
 def _batches(
-    rows: Sequence[int], asking: Mapping[int, Sequence[int]], new: int, most: int, how: Answering
+    order: Sequence[int], prompts: Mapping[int, Sequence[int]], new: int, most: int, rows: Sequence[int]
 ) -> list[list[int]]:
-    """Rows, in order, in batches with at most `most` tokens."""
-    groups = [[*rows]]
-    if how.apart:
-        groups = [[*group] for _, group in groupby(rows, key=lambda index: how.draws[index][0])]
-    found: list[list[int]] = []
-    for group in groups:
-        lengths = [len(asking[index]) for index in group]
-        found += [[group[place] for place in batch] for batch in prompt_batches(lengths, new, most)]
-    return found
+    """Prompts, in order, in batches with at most `most` tokens. With `rows`, a batch has prompts of one row."""
+    groups = [[*group] for _, group in groupby(order, key=rows.__getitem__)] if rows else [[*order]]
+    return [
+        [group[place] for place in batch]
+        for group in groups
+        for batch in prompt_batches([len(prompts[index]) for index in group], new, most)
+    ]
 
 
-def scores_on_all(asked: ScoredSet, answers: Sequence[Answer], ranks: Ranks) -> dict[str, list[float]]:
+def scores_on_all(scored_set: ScoredSet, answers: Sequence[Answer], ranks: Ranks) -> dict[str, list[float]]:
     """Metric -> each row's score. Rank 0 scores; a mistake is raised on every rank."""
-    outcome: dict[str, list[float]] | DataError | None = None
-    if ranks.rank == 0:
-        try:
-            texts = [each.text for each in answers]
-            outcome = {metric.name: scores_of(metric, texts, asked.items) for metric in asked.metrics}
-        except DataError as error:
-            outcome = error
-    outcome = ranks.gather(outcome)[0]
-    if isinstance(outcome, DataError):
-        raise outcome
-    assert outcome is not None
-    return outcome
+    texts, metrics = [answer.text for answer in answers], scored_set.metrics
+    return ranks.rank_0_first(lambda: {metric.name: scores_of(metric, texts, scored_set.items) for metric in metrics})
 
 
 def score_line(step: int, scores: dict[str, list[float]], answers: Sequence[Answer]) -> dict[str, Any]:
     """The line of metrics.jsonl for one scored generation: each metric's mean over the rows, and its unread answers."""
-    not_read = {name: unread([each.text for each in answers], values) for name, values in scores.items()}
+    not_read = {name: unread([answer.text for answer in answers], values) for name, values in scores.items()}
     means = {f"score_{name}": sum(values) / len(values) for name, values in scores.items()}
     return {"kind": "score", "step": step, "rows": len(answers), **means, "unread": not_read}
 
@@ -423,6 +452,6 @@ def score_line(step: int, scores: dict[str, list[float]], answers: Sequence[Answ
 def score_line_in_words(line: Mapping[str, Any]) -> str:
     """A line's scores for the terminal: exact 0.920, number 0.950 (200 answers)."""
     means = [(key.removeprefix("score_"), value) for key, value in line.items() if key.startswith("score_")]
-    not_read = [f"; {name} {unread_in_words(each)}" for name, each in line["unread"].items() if each["count"]]
+    not_read = [f"; {name} {unread_in_words(part)}" for name, part in line["unread"].items() if part["count"]]
     shown = ", ".join(f"{name} {mean:.3f}" for name, mean in means)
     return f"{shown} ({counted(line['rows'], 'answer')})" + "".join(not_read)

@@ -139,7 +139,7 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
         layer.compute_dtype = torch.float32
     for module in model.modules():
         own = module.parameters(recurse=False)
-        narrow = [each for each in own if each.is_floating_point() and each.dtype != torch.float32]
+        narrow = [parameter for parameter in own if parameter.is_floating_point() and parameter.dtype != torch.float32]
         if module not in quantized and narrow:
             widen, narrow_again = _hooks(narrow)
             handles.append(module.register_forward_pre_hook(widen))

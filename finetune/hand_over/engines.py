@@ -20,12 +20,13 @@ from typing import Any, Literal
 
 from finetune.base.location import resolve_model_path
 from finetune.errors import FinetuneError
-from finetune.files import disk_errors, making, publish_folder, write_text
+from finetune.files import making, publish_folder, write_text
 from finetune.finished_run import FinishedRun, finished_run
 from finetune.hand_over.gguf import hand_over_gguf
 from finetune.hand_over.merge import whole_model
 from finetune.hand_over.own_folder import refuse_foreign, write_record
 from finetune.hand_over.vllm import lora_options, why_merged
+from finetune.library_errors import library_errors
 from finetune.model.build import configuration
 from finetune.model.text_part import auto_class
 from finetune.recipe.schema import Recipe
@@ -71,7 +72,7 @@ def export_for(run_dir: Path, engine: str, to: Path | None, say: Callable[[str],
 
 
 def hand_over(
-    run_dir: Path, engine: Literal["transformers", "peft", "vllm"], to: Path | None, log: Callable[[str], None]
+    run_dir: Path, engine: Literal["transformers", "peft", "vllm"], to: Path | None, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Write `to`, or RUN/serving/ENGINE, completely or not at all. Returns serving.json and the folder.
 
@@ -81,11 +82,11 @@ def hand_over(
     refuse_foreign(folder, SERVING_RECORD, below=run_dir)
     match engine:
         case "transformers":
-            planned = _for_transformers(run, folder, log)
+            planned = _for_transformers(run, folder, say)
         case "peft":
             planned = _for_peft(run, folder)
         case "vllm":
-            planned = _for_vllm(run, folder, log)
+            planned = _for_vllm(run, folder, say)
     record = {
         "run": run_dir.resolve().name,
         "engine": engine,
@@ -95,7 +96,7 @@ def hand_over(
         "command": shlex.join(planned.command),
         "ask": shlex.join(planned.ask),
     }
-    with disk_errors(folder, "the run is untouched; "), making(folder) as temporary:
+    with library_errors(writing=folder, kept="the run is untouched; "), making(folder) as temporary:
         planned.write(temporary)
         write_record(temporary, SERVING_RECORD, record)
         publish_folder(temporary, folder)
@@ -111,8 +112,8 @@ def describe_hand_over(facts: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "ask it:", f"  {facts['ask']}"])
 
 
-def _for_transformers(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> HandOver:
-    path, source = folder.resolve(), whole_model(run, 0, log)
+def _for_transformers(run: FinishedRun, folder: Path, say: Callable[[str], None]) -> HandOver:
+    path, source = folder.resolve(), whole_model(run, 0, say)
     command, ask = ["transformers", "serve", str(path)], ["python", str(path / SCRIPT), QUESTION]
     if run.recipe.model.trust_remote_code:
         command.append("--trust-remote-code")
@@ -147,7 +148,7 @@ def _for_peft(run: FinishedRun, folder: Path) -> HandOver:
     return HandOver("accepted", "the adapter as it is", command, command, write)
 
 
-def _for_vllm(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> HandOver:
+def _for_vllm(run: FinishedRun, folder: Path, say: Callable[[str], None]) -> HandOver:
     recipe, path, name = run.recipe, str(folder.resolve()), run.folder.resolve().name
     options = ["--dtype", recipe.model.dtype]
     if recipe.model.trust_remote_code:
@@ -163,7 +164,7 @@ def _for_vllm(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> Han
         settings = look_at_adapter(run.product)
         reason = why_merged(settings, read_header(run.product / ADAPTER_WEIGHTS))
     if recipe.lora is None or reason is not None:
-        source = whole_model(run, 0, log)
+        source = whole_model(run, 0, say)
         outcome, words = _whole_in_words(run, source)
         if reason is not None:
             words += f", because {reason}"
@@ -198,7 +199,7 @@ def _for_vllm(run: FinishedRun, folder: Path, log: Callable[[str], None]) -> Han
 
 
 def _scaled_positions(recipe: Recipe) -> dict[str, Any]:
-    """What the base's config.json lacks of model.rope_scaling; an adapter has no config.json."""
+    """The part of model.rope_scaling that the base's config.json lacks; an adapter has no config.json."""
     if recipe.model.rope_scaling is None:
         return {}
     text: Any = configuration(recipe).get_text_config()

@@ -21,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig
 
 from finetune.base.location import resolve_model_path
 from finetune.errors import FinetuneError
-from finetune.files import cut_lines, disk_errors, making, publish_folder, read_lines, write_json
+from finetune.files import cut_lines, making, publish_folder, read_lines, write_json
 from finetune.finished_run import recipe_of_run
 from finetune.hand_over.own_folder import refuse_foreign, write_record
-from finetune.model.build import build_model, decoder_parts, load_tokenizer
+from finetune.library_errors import library_errors
+from finetune.model.build import build_model, decoder_parts
+from finetune.model.new_tokens import load_tokenizer
 from finetune.paths import leaves_folder
 from finetune.recipe.schema import Recipe
 from finetune.report.run_page import PAGE_NAME, PICTURES, write_pages
@@ -97,7 +99,7 @@ def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, A
     checkpoint = _checkpoint_at(run_dir, step)
     recipe = recipe_of_run(resolved)
     # export_weights writes into its recipe's output_dir. Point that to the temporary folder, so the run stays as it is.
-    with disk_errors(folder, "the run is untouched; "), making(folder) as temporary:
+    with library_errors(writing=folder, kept="the run is untouched; "), making(folder) as temporary:
         temporary.mkdir()
         _copy_record(run_dir, temporary, step)
         product, notes = _write_product(recipe.model_copy(update={"output_dir": str(temporary)}), checkpoint)
@@ -135,14 +137,14 @@ def _checkpoint_at(run_dir: Path, step: int) -> Checkpoint:
             f"{run_dir}: has no checkpoint of step {step}; name one of those it has: {steps} "
             "(save_total_limit says how many are kept)"
         )
-    found = examine(folder)
-    if isinstance(found, str):
+    checkpoint = examine(folder)
+    if isinstance(checkpoint, str):
         others = [str(other) for other in checkpoint_steps(run_dir) if other != step]
         remedy = "it is the only one: resume or repeat the run"
         if others:
             remedy = f"name another step: {', '.join(others)}"
-        raise FinetuneError(f"{folder}: damaged, not exported: {found}; {remedy}")
-    return found
+        raise FinetuneError(f"{folder}: damaged, not exported: {checkpoint}; {remedy}")
+    return checkpoint
 
 
 def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> tuple[Path, list[str]]:
@@ -158,17 +160,7 @@ def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> tuple[Path, list[s
     else:
         # On meta every adapter is built with peft's default initialisation; adapter_config.json names the recipe's.
         model.peft_config["default"].init_lora_weights = recipe.lora.init_lora_weights
-    weights = _trained_weights(recipe, model, checkpoint)
-    refuse_unexportable(recipe, not_finite(weights, 0))
-    product = export_weights(recipe, model, weights, load_tokenizer(recipe))
-    return product, [] if recipe.lora else [*untrained_in_words(recipe.model, model)]
-
-
-def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The checkpoint's weights by the model's names, in the export's number format. Tied ones are one tensor.
-
-    Raises FinetuneError if they are not the model's, NothingTrained if they equal the run's start.
-    """
+    # The checkpoint's weights by the model's names, in the export's number format. Tied ones are one tensor.
     stored, dtype = checkpoint.groups["model"], export_dtype(recipe)
     first_names: dict[int, str] = {}
     weights: dict[str, Tensor] = {}
@@ -192,7 +184,9 @@ def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -
             "whether head and embeddings are one matrix"
         )
     refuse_unchanged(sums, read_state_of(checkpoint).get("start_checksums", {}))
-    return weights
+    refuse_unexportable(recipe, not_finite(weights, 0))
+    product = export_weights(recipe, model, weights, load_tokenizer(recipe))
+    return product, [] if recipe.lora else [*untrained_in_words(recipe.model, model)]
 
 
 def _copy_record(run_dir: Path, folder: Path, step: int) -> None:

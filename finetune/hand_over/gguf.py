@@ -24,11 +24,12 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.files import cache_folder, check_output, disk_errors, making, sync
+from finetune.files import cache_folder, check_output, making, sync
 from finetune.finished_run import FinishedRun, finished_run, load_run_tokenizer
 from finetune.hand_over import gguf_script
 from finetune.hand_over.merge import whole_model
 from finetune.hand_over.ollama import PromptText, end_tokens_of, go_template, write_modelfile
+from finetune.library_errors import library_errors
 from finetune.output_stream import one_line
 from finetune.tokens.encoder import Encoder
 from finetune.wording import counted, duration
@@ -76,7 +77,7 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     file = folder / f"{name}-{quantization}.gguf"
     say(f"converting {source} to {quantization} with {python}")
     began = time.monotonic()
-    with disk_errors(file), making(folder) as aside:
+    with library_errors(writing=file), making(folder) as aside:
         aside.mkdir()
         ends = end_tokens_of(run, source, tokenizer)
         facts = _converted(python, source, aside / file.name, quantization, adds_bos(run, tokenizer), ends)
@@ -127,8 +128,8 @@ def converter() -> Path:
         # pip's programs name their interpreter in the first line, or in the second if its path is long.
         with open(program, "rb") as script:
             head = script.read(1000).decode(errors="replace")
-        if (found := re.search(r"(/\S*python[\d.]*)", head)) and os.access(found[1], os.X_OK):
-            return Path(found[1])
+        if (interpreter := re.search(r"(/\S*python[\d.]*)", head)) and os.access(interpreter[1], os.X_OK):
+            return Path(interpreter[1])
     if own.exists():
         return own
     folder = shlex.quote(str(own.parents[1]))

@@ -160,14 +160,14 @@ def main() -> None:
         half = file.with_name(f"{file.name}.f16")
         convert(model, half, "f16", add_bos, ends)
         unfitting = quantize(half, file)
-        found = facts_of_gguf(half)["not_finite"]  # the 16-bit file shows it, the blocks do not
+        not_finite = facts_of_gguf(half)["not_finite"]  # the 16-bit file shows it, the blocks do not
         half.unlink()
     else:
         convert(model, file, kind, add_bos, ends)
-        found = None
+        not_finite = None
     facts = facts_of_gguf(file)
     facts["ends_without_name"] = [end for end in ends if end not in facts["ends"]]
-    facts |= {"unfitting": unfitting, "not_finite": found or facts["not_finite"]}
+    facts |= {"unfitting": unfitting, "not_finite": not_finite or facts["not_finite"]}
     print(json.dumps(facts), flush=True)
 
 

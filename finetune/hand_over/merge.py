@@ -15,15 +15,13 @@ from finetune.errors import FinetuneError
 from finetune.files import check_output, making, publish_folder
 from finetune.finished_run import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
 from finetune.hand_over.agreement import (
-    Agreement,
-    Reference,
     agreement_with,
     documents_to_compare,
     run_reference,
 )
 from finetune.hand_over.merged_weights import Merge, plan_merge, write_merged
 from finetune.hand_over.own_folder import refuse_foreign, write_record
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.model.text_part import answering_part, auto_class
 from finetune.recipe.schema import Dtype
 from finetune.recipe.sections.model import BaseDtype
@@ -43,7 +41,7 @@ def merge_run(
     dtype: Dtype | None,
     base: Base | None,
     prompts: int,
-    log: Callable[[str], None] = print,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Write run_dir/merged with its merge.json. Returns merge.json and the folder.
 
@@ -72,13 +70,13 @@ def merge_run(
         raise FinetuneError(f"{run_dir}: its base was not quantised, so there is no dequantized one to merge into")
     with making(run_dir / "merged") as folder:
         weights = "the base's own weights" if kind == "own" else "the dequantised weights"
-        log(f"merging into {weights}")
-        write_merged(merge, folder, getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
+        say(f"merging into {weights}")
+        write_merged(merge, folder, getattr(torch, chosen), dequantized=kind == "dequantized", say=say)
         sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
         facts: dict[str, Any] = {
             "base": kind,
             "dtype": chosen,
-            "agreement": _verify(run, merge, kind, folder, prompts, log) if prompts else None,
+            "agreement": _verify(run, merge, kind, folder, prompts, say) if prompts else None,
             "files": len(sizes),
             "bytes": sum(sizes),
         }
@@ -89,7 +87,7 @@ def merge_run(
     return {"folder": str(run_dir / "merged"), **facts}
 
 
-def whole_model(run: FinishedRun, prompts: int, log: Callable[[str], None]) -> Path:
+def whole_model(run: FinishedRun, prompts: int, say: Callable[[str], None]) -> Path:
     """The folder with all weights: model/, or merged/, which is made if it is absent or older than the adapter."""
     if run.recipe.lora is None:
         return run.product
@@ -97,19 +95,19 @@ def whole_model(run: FinishedRun, prompts: int, log: Callable[[str], None]) -> P
     made = merged / "merge.json"  # written last
     trained = run.product / ADAPTER_WEIGHTS
     if made.is_file() and made.stat().st_mtime >= trained.stat().st_mtime:
-        log(f"{merged}: is newer than the adapter, so it is not merged again")
+        say(f"{merged}: is newer than the adapter, so it is not merged again")
         return merged
-    log(describe_merge(merge_run(run.folder, dtype=None, base=None, prompts=prompts, log=log)))
+    say(describe_merge(merge_run(run.folder, dtype=None, base=None, prompts=prompts, say=say)))
     return merged
 
 
 def _verify(
-    run: FinishedRun, merge: Merge, kind: Base, folder: Path, prompts: int, log: Callable[[str], None]
+    run: FinishedRun, merge: Merge, kind: Base, folder: Path, prompts: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Figures for the merged model, and for the base without the adapter, from one set of documents."""
     prepared = prepare(run.recipe, load_tokenizer(run.recipe))
     documents = documents_to_compare(prepared, prompts, merge.vocabulary)
-    log(f"comparing over {counted(len(documents), 'document')}")
+    say(f"comparing over {counted(len(documents), 'document')}")
     with fitting(merge.device, run):
         adapted: Any = load_adapted(run, merge.device)
         reference = run_reference(adapted, documents)
@@ -120,7 +118,17 @@ def _verify(
         gc.collect()  # peft's model refers to itself in circles, and the next one needs its memory
         if merge.adapter.moves_the_base:
             base = agreement_with(load_whole(run, merge.device, tuned=False), reference)
-        merged = _compared(run, folder, reference, merge.device)
+        # The merged model's agreement. Plain transformers loads it, as a user would.
+        trust = {"trust_remote_code": run.recipe.model.trust_remote_code}  # the base's code was copied into the folder
+        loaded: Any = auto_class(AutoConfig.from_pretrained(folder, **trust)).from_pretrained(
+            folder, dtype="auto", use_safetensors=True, output_loading_info=True, **trust
+        )
+        model, info = loaded
+        # Missing, unexpected and mismatched names: transformers only warns about them.
+        wrong = sorted(str(name) for names in info.values() for name in names)
+        if wrong:
+            raise FinetuneError(f"{folder}: plain transformers misses or finds too much: {', '.join(wrong[:3])}")
+        merged = agreement_with(answering_part(model.to(merge.device).eval()), reference)
     return {
         "documents": len(documents),
         "held_out": bool(len(prepared.split.held_out)),
@@ -129,20 +137,6 @@ def _verify(
         "candidates": {kind: merged.as_json()},  # earlier releases compared two
         "base": base.as_json(),
     }
-
-
-def _compared(run: FinishedRun, folder: Path, reference: Reference, device: torch.device) -> Agreement:
-    """The merged model's agreement. Plain transformers loads it, as a user would."""
-    trust = {"trust_remote_code": run.recipe.model.trust_remote_code}  # the base's code was copied into the folder
-    loaded: Any = auto_class(AutoConfig.from_pretrained(folder, **trust)).from_pretrained(
-        folder, dtype="auto", use_safetensors=True, output_loading_info=True, **trust
-    )
-    model, info = loaded
-    # Missing, unexpected and mismatched names: transformers only warns about them.
-    wrong = sorted(str(name) for names in info.values() for name in names)
-    if wrong:
-        raise FinetuneError(f"{folder}: plain transformers misses or finds too much: {', '.join(wrong[:3])}")
-    return agreement_with(answering_part(model.to(device).eval()), reference)
 
 
 def describe_merge(facts: Mapping[str, Any]) -> str:

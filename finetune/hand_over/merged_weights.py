@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finetune.errors import FinetuneError
-from finetune.files import disk_errors, write_json
+from finetune.files import write_json
 from finetune.hand_over.parameter_deltas import FileTensors, adapted_parameters, packed_parameters, parameter_deltas
 from finetune.hand_over.weight_files import (
     INDEX,
@@ -27,6 +27,7 @@ from finetune.hand_over.weight_files import (
     open_base,
     read_settings,
 )
+from finetune.library_errors import library_errors
 from finetune.model.adapters import experts_as_parameters
 from finetune.model.build import structure_alone
 from finetune.model.quantization import as_quantized, quantized_layers
@@ -157,7 +158,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     if not (run_dir / "adapter").is_dir():
         raise not_finished_yet(run_dir)
     base = open_base(recipe.model)  # this fetches the files that decide the structure
-    found, structure = stored_structure(recipe.model), structure_alone(recipe)
+    stored, structure = stored_structure(recipe.model), structure_alone(recipe)
     whole = names_in_whole(structure) or WholeNames({}, structure)
     adapter = open_adapter(run_dir / "adapter", whole)
     names = {id(module): name for name, module in structure.named_modules()}
@@ -168,7 +169,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     quantized = frozenset(base.layer(names[id(layer)], whole) for layer in quantized_layers(structure))
     # Only the structure says whether a model is tied: configurations state it for models without such weights too.
     tied = bool(getattr(structure.config, "tie_word_embeddings", False))
-    two_in_files = found is not None and found.is_at_odds
+    two_in_files = stored is not None and stored.is_at_odds
     if tied and embedding not in base.files and head in base.files:  # transformers uses the one for both
         base = base.renamed(head, embedding)
     with experts_as_parameters(structure):
@@ -183,7 +184,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     layers = {layer: adapter.layers[path] for layer, path in paths.items()}
     replaced = {whole.in_file(name, base.files): key for name, key in adapter.replaced.items()}
     adapter = replace(adapter, layers=layers, replaced=replaced, trained_as=paths)
-    untrained = {} if found is None else found.unread
+    untrained = {} if stored is None else stored.unread
     merge = Merge(
         recipe, base, adapter, quantized, embedding, head, tied, two_in_files, device, deltas, packed, whole, untrained
     )
@@ -197,12 +198,12 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
 
 
 def write_merged(
-    merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, log: Callable[[str], None]
+    merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, say: Callable[[str], None]
 ) -> None:
     """Write weights, config and tokenizer into `folder`, which is created."""
     folder.mkdir(parents=True)
-    with disk_errors(folder):
-        _write_weights(merge, folder, dtype, dequantized=dequantized, log=log)
+    with library_errors(writing=folder):
+        _write_weights(merge, folder, dtype, dequantized=dequantized, say=say)
         _write_settings(merge, folder, dtype)
         # The adapter's folder has the tokenizer, with the chat template of the training.
         adapter = merge.adapter.path.parent
@@ -212,11 +213,11 @@ def write_merged(
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
     for line in untrained_in_words(merge.recipe.model):
-        log(line)
+        say(line)
 
 
 def _write_weights(
-    merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, log: Callable[[str], None]
+    merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, say: Callable[[str], None]
 ) -> None:
     # Fill each shard up to SHARD_BYTES, in the order of the base's files.
     shards: list[list[str]] = [[]]
@@ -238,7 +239,7 @@ def _write_weights(
         save_file(tensors, folder / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in tensors.values())
         places |= dict.fromkeys(names, file)
-        log(f"{file}: {counted(len(names), 'tensor')}")
+        say(f"{file}: {counted(len(names), 'tensor')}")
         tensors.clear()  # now: else two shards would be in memory while the next one is filled
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})

@@ -28,10 +28,10 @@ from finetune.errors import FinetuneError
 from finetune.files import write_text
 from finetune.finished_run import FinishedRun
 from finetune.generation.generate import ends_by_settings
+from finetune.library_errors import library_errors
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import Encoder
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import in_one_line, words_of
 
 USUAL_CONTEXT = 4096  # Ollama's own num_ctx, where Modelfile and environment say nothing
 # Contents of the probes: no template has these words, or changes them.
@@ -263,5 +263,5 @@ def generation_settings(folder: Path) -> GenerationConfig:
         config = read_object(folder / "config.json")
         config = config.get("text_config", config)
         return GenerationConfig(eos_token_id=config.get("eos_token_id"))
-    with in_one_line(lambda error: FinetuneError(f"{file}: cannot be read: {words_of(error)}; correct it")):
+    with library_errors(f"{file}: cannot be read", "correct it"):
         return GenerationConfig.from_pretrained(folder)

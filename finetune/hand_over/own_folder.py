@@ -41,8 +41,8 @@ def refuse_foreign(
         later: Names in the folder that other verbs write after the export, and that go with it.
         made_by, key: Keys of the record: one that every export writes, and the list of files.
     """
-    inside = [each for each in (folder, *folder.parents) if each != below and below in each.parents]
-    if link := next((each for each in (folder, *inside) if each.is_symlink()), None):
+    inside = [path for path in (folder, *folder.parents) if path != below and below in path.parents]
+    if link := next((path for path in (folder, *inside) if path.is_symlink()), None):
         raise FinetuneError(f"{link}: is a link, through which nothing is written; remove it, or {remedy}")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return

@@ -46,7 +46,7 @@ def adapted_parameters(
     `targets` are its `target_parameters`. The innermost wrapper has the module's first one. Example with parameters
     gate_up_proj and down_proj: `experts.base_layer` adapts gate_up_proj, and `experts` adapts down_proj.
     """
-    found = {}
+    by_name = {}
     for name, keys in layers.items():
         path = name.replace(WRAPPED, "")
         try:
@@ -55,16 +55,16 @@ def adapted_parameters(
             continue
         if isinstance(module, nn.Linear | nn.Embedding | Conv1D):
             continue
-        own = [each for each, _ in module.named_parameters(recurse=False)]
-        adapted = [each for each in own if any(ends_of([f"{path}.{each}"], target) for target in targets)]
+        own = [member for member, _ in module.named_parameters(recurse=False)]
+        adapted = [member for member in own if any(ends_of([f"{path}.{member}"], target) for target in targets)]
         index = len(adapted) - 1 - name.count(WRAPPED)
         if not 0 <= index < len(adapted):  # no such parameter: plan_merge reports this too
             continue
         parameter = adapted[index]
         shape = tuple(getattr(module, parameter).shape)
         transposed = bool(getattr(module, "is_transposed", False))
-        found[name] = AdaptedParameter(f"{path}.{parameter}", shape, transposed, keys)
-    return found
+        by_name[name] = AdaptedParameter(f"{path}.{parameter}", shape, transposed, keys)
+    return by_name
 
 
 class FileTensors:

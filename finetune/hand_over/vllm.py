@@ -54,7 +54,7 @@ def why_merged(settings: Mapping[str, Any], tensors: Mapping[str, TensorFacts]) 
 
 def lora_options(name: str, path: str, rank: int) -> list[str]:
     """The options of `vllm serve` for one adapter."""
-    allowed = next(each for each in RANKS if each >= rank)
+    allowed = next(allowed_rank for allowed_rank in RANKS if allowed_rank >= rank)
     return ["--enable-lora", "--max-lora-rank", str(allowed), "--lora-modules", lora_module(name, path)]
 
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from finetune.base.location import base_file
 from finetune.errors import FinetuneError
+from finetune.library_errors import library_errors
 from finetune.model.adapters import silenced_peft
 from finetune.model.text_part import PEFT_PREFIX, WholeNames
 from finetune.recipe.schema import ModelSection
 from finetune.recipe.sections.lora import by_pattern
 from finetune.untrusted.config_sizes import read_config
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.model_folder import ADAPTER_CONFIG, MOST_INDEX, look_at_adapter, patterns_of, plain_names
 from finetune.untrusted.programs import refuse_slow_patterns
 
@@ -102,7 +102,7 @@ class AdapterFile:
 def open_adapter(folder: Path, names: WholeNames) -> AdapterFile:
     """Open a finished run's adapter, by the trained model's names."""
     config = look_at_adapter(folder)
-    with in_one_line(lambda error: FinetuneError(f"{folder}: not an adapter of this model: {words_of(error)}")):
+    with library_errors(f"{folder}: not an adapter of this model"):
         return _parse_adapter(folder, config, names)
 
 

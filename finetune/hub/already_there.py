@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.hub.upload_files import RUN, TOKENIZER, Outgoing
-from finetune.untrusted.library_words import words_of
+from finetune.library_errors import words_of
 
 # Files in a repository's top folder that a reader takes for the model: transformers, peft, vLLM, MLX and converters to
 # GGUF. All `*.safetensors`, because vLLM reads every one that the index does not exclude.
@@ -45,7 +45,7 @@ _PART = re.compile(
 )
 
 
-def obsolete_files(there: Mapping[str, str], sent: Mapping[str, Outgoing], card: str) -> tuple[list[str], list[str]]:
+def obsolete_files(on_hub: Mapping[str, str], sent: Mapping[str, Outgoing], card: str) -> tuple[list[str], list[str]]:
     """The files of an earlier model to delete, and files that stay although a reader may take them for this model.
 
     Args:
@@ -58,13 +58,13 @@ def obsolete_files(there: Mapping[str, str], sent: Mapping[str, Outgoing], card:
         # fnmatch's * also matches a slash. Readers look into the top folder, so a pattern has as many as its path.
         return [
             path
-            for path in sorted(there.keys() - sent.keys())
+            for path in sorted(on_hub.keys() - sent.keys())
             if any(fnmatchcase(path, one) and path.count("/") == one.count("/") for one in patterns)
         ]
 
     gone, made = matching([*WEIGHTS, *SETTINGS, *TOKENIZER]), matching(MADE_FROM)
-    same_run = RECORD_OF_RUN in sent and there.get(RECORD_OF_RUN) in _hashes(sent[RECORD_OF_RUN].read())
-    held_a_model = any(fnmatchcase(path, one) for path in there for one in WEIGHTS if "/" not in path)
+    same_run = RECORD_OF_RUN in sent and on_hub.get(RECORD_OF_RUN) in _hashes(sent[RECORD_OF_RUN].read())
+    held_a_model = any(fnmatchcase(path, one) for path in on_hub for one in WEIGHTS if "/" not in path)
     if _PART.search(card.replace("\r\n", "\n")):  # reports and pictures of an earlier run of the kit
         gone += matching(RUN)
     if same_run:
@@ -82,17 +82,18 @@ def _hashes(content: bytes) -> tuple[str, str]:
 def marked_card(card: str) -> str:
     """A new card whose text lies between the kit's marks. The marks hold hashes, so that a later edit is noticed."""
     parsed = parsed_card(card, "the new card")
-    return _card(parsed.data, _part(parsed.text, parsed.data))
+    text = parsed.text.strip()
+    return _card(parsed.data, f"{_BEGIN.format(_digest(text), _digest(parsed.data.to_dict()))}\n{text}\n{_END}")
 
 
-def merged_card(there: str, new: str) -> tuple[str, list[str]]:
+def merged_card(on_hub: str, new: str) -> tuple[str, list[str]]:
     """The README.md to push over `there`, and notes about the owner's words in it.
 
     `new` comes from `marked_card`. The owner's metadata and all text outside the kit's marks stay. Raises FinetuneError
     if the metadata there cannot be read.
     """
     old, kit = (
-        parsed_card(there.removeprefix("\ufeff").replace("\r\n", "\n"), "README.md on the Hub"),
+        parsed_card(on_hub.removeprefix("\ufeff").replace("\r\n", "\n"), "README.md on the Hub"),
         parsed_card(new, "the new card"),
     )
     part, ours = kit.text.strip(), _PART.search(kit.text)
@@ -162,11 +163,6 @@ def parsed_card(card: str, place: str) -> Any:
         return parsed
     except Exception as error:  # YAML's, or the card's own about a field
         raise FinetuneError(f"{place}: its metadata cannot be read: {words_of(error)}; correct them there") from None
-
-
-def _part(text: str, data: Any) -> str:
-    text = text.strip()
-    return f"{_BEGIN.format(_digest(text), _digest(data.to_dict()))}\n{text}\n{_END}"
 
 
 def _card(data: Any, *parts: str) -> str:

@@ -57,10 +57,10 @@ class HubBucket:
     def get(self, path: str, target: Path) -> None:
         from huggingface_hub.errors import EntryNotFoundError
 
-        wanted = f"{self._root}/{path}"
+        source = f"{self._root}/{path}"
         try:
             with _without_bars():
-                self._api.download_bucket_files(self.bucket, [(wanted, target)], raise_on_missing_files=True)
+                self._api.download_bucket_files(self.bucket, [(source, target)], raise_on_missing_files=True)
         except EntryNotFoundError as error:
             raise FileNotFoundError(f"{self.url}/{path}") from error
 

@@ -122,11 +122,8 @@ def card_text(
         data_sets=data_lines,
         samples=samples[:CARD_SAMPLES],
         evaluations=_evaluations(run),
-        evaluation_head=_evaluation_head(run),
         evaluated_rows=_evaluated_rows(run),
-        objective=_objective(run),
-        paper=_paper(run),
-        rewards=_rewards_in_words(run),
+        **_preference_facts(run),
         scores=score_rows(run),
         versions=_versions(run),
     )
@@ -272,40 +269,27 @@ def _cell(value: object) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _objective(run: RunFacts) -> str | None:
-    """The method on preferences, for a sentence; None for supervised training."""
-    match run.recipe.preferences:
-        case Dpo() as section:
-            return f"{LOSSES[section.loss_type]} on pairs of answers"
-        case Kto():
-            return "KTO on judged answers"
-        case None:
-            return None
-
-
-def _paper(run: RunFacts) -> Paper | None:
-    """The objective's publication; None for supervised training."""
-    match run.recipe.preferences:
-        case Dpo() as section:
-            return PAPERS[section.loss_type]
-        case Kto():
-            return PAPERS["kto"]
-        case None:
-            return None
-
-
-def _rewards_in_words(run: RunFacts) -> str:
-    """How to read the rewards of preferences."""
-    gained = "A reward is beta times the log-probability that an answer has gained against the reference."
-    match run.recipe.preferences:
-        case Dpo() as section:
-            if not section.needs_reference:
-                gained = "A reward is beta times an answer's log-probability by token."
-            return f"{gained} Accuracy is the share of pairs whose chosen answer has the higher reward."
-        case Kto():
-            return f"{gained} Accuracy is the share of answers whose reward is on the right side of the KL baseline."
-        case None:
-            return ""
+def _preference_facts(run: RunFacts) -> dict[str, Any]:
+    """The columns of `_evaluations`, the method and its publication, and how to read rewards."""
+    section = run.recipe.preferences
+    if section is None:
+        columns = ["when", "step", "loss", "perplexity"]
+        return {"evaluation_head": columns, "objective": None, "paper": None, "rewards": ""}
+    reward = "A reward is beta times the log-probability that an answer has gained against the reference."
+    if isinstance(section, Kto):
+        objective, paper = "KTO on judged answers", PAPERS["kto"]
+        share = "answers whose reward is on the right side of the KL baseline"
+    else:
+        objective, paper = f"{LOSSES[section.loss_type]} on pairs of answers", PAPERS[section.loss_type]
+        share = "pairs whose chosen answer has the higher reward"
+        if not section.needs_reference:
+            reward = "A reward is beta times an answer's log-probability by token."
+    return {
+        "evaluation_head": ["when", "step", "loss", "reward accuracy", "reward margin"],
+        "objective": objective,
+        "paper": paper,
+        "rewards": f"{reward} Accuracy is the share of {share}.",
+    }
 
 
 def _evaluated_rows(run: RunFacts) -> str:
@@ -315,13 +299,6 @@ def _evaluated_rows(run: RunFacts) -> str:
     if recipe.preferences is None:
         return f"{count} held-out documents, over the tokens that would be learned"
     return f"{count} held-out {recipe.data.row_noun}s"
-
-
-def _evaluation_head(run: RunFacts) -> list[str]:
-    """The columns of `_evaluations`."""
-    if run.recipe.preferences is None:
-        return ["when", "step", "loss", "perplexity"]
-    return ["when", "step", "loss", "reward accuracy", "reward margin"]
 
 
 def _evaluations(run: RunFacts) -> list[tuple[object, ...]]:

@@ -17,13 +17,13 @@ from finetune.hub.base_model import MOST_CARD, ask_licence, check_repository, re
 from finetune.hub.client import PUSH_ATTEMPTS, check_permission, ensure_repository, retry
 from finetune.hub.model_card import card_text
 from finetune.hub.upload_files import Outgoing, check_no_secrets, collect, product_folder
+from finetune.library_errors import library_errors
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.facts import GENERATION, read_run
 from finetune.tokens.conversation import read_conversation
 from finetune.untrusted.json_files import read_bounded
-from finetune.untrusted.library_words import in_one_line, words_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -119,7 +119,7 @@ def prepare_upload(run_dir: Path, destination: Destination, *, api: HfApi | None
     if api is not None:
         base = ask_licence(base, api)
     facts = read_run(run_dir, recipe, merged=destination.merged)
-    with in_one_line(lambda error: FinetuneError(f"{run_dir}: its files are not those of a run: {words_of(error)}")):
+    with library_errors(f"{run_dir}: its files are not those of a run"):
         is_chat, conversation = (product / "chat_template.jinja").is_file(), read_conversation(run_dir)
         text = card_text(
             destination.repo_id,
@@ -230,9 +230,9 @@ def _attempt(
     entries = [
         entry for entry in api.list_repo_tree(repo, recursive=True, revision=head) if isinstance(entry, RepoFile)
     ]
-    there = {entry.path: entry.lfs.sha256 if entry.lfs is not None else entry.blob_id for entry in entries}
+    on_hub = {entry.path: entry.lfs.sha256 if entry.lfs is not None else entry.blob_id for entry in entries}
     files, card = list(upload.files), ""
-    if "README.md" in there:
+    if "README.md" in on_hub:
         with tempfile.TemporaryDirectory() as folder:
             file = api.hf_hub_download(repo, "README.md", revision=head, local_dir=folder)
             card = read_bounded(Path(file), MOST_CARD).decode("utf-8", "replace")
@@ -242,7 +242,7 @@ def _attempt(
         files = [replace(file, content=merged.encode()) if file.path == "README.md" else file for file in files]
     # The client hashes each file and asks the Hub which ones it has already: a repeated attempt sends only the rest.
     adds = [CommitOperationAdd(file.path, file.content) for file in files]
-    gone, staying = obsolete_files(there, {file.path: file for file in files}, card)
+    gone, staying = obsolete_files(on_hub, {file.path: file for file in files}, card)
     if gone:
         log(f"removed there, as an earlier model's: {', '.join(gone)}; the Hub's history keeps them")
     if staying:

@@ -18,8 +18,10 @@ from finetune.output_stream import printable
 from finetune.paths import RECIPES, SHIPPED
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
+from finetune.recipe.sections.model import PREFIX
 from finetune.recipe.sections.preferences import names_second_model
 from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
+from finetune.recipe.strategy_fit import ranks_problem
 from finetune.redaction import secret_key
 from finetune.wording import counted
 
@@ -185,21 +187,11 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
     if plan.gpus:
         each = counted(plan.gpus, "GPU")
     machines = f"{plan.nodes} x {each}"
-    place = f"accelerate_config: {strategy.name}"
     if strategy.only_where and plan.gpus:
+        place = f"accelerate_config: {strategy.name}"
         yield f"{place} runs on a CPU, not on {machines}; set accelerate_config=ddp, or take no GPU: budget.gpus=0"
-    if plan.alone and world > 1:
-        yield f"{place} runs one process, {machines} are {world}; set accelerate_config=ddp, or take one GPU"
-    if strategy.needs_ranks and world == 1:
-        yield f"{place} runs on several processes, {machines} are one; set accelerate_config=single, or take more GPUs"
-    if strategy.replicates and not strategy.can_replicate(world, plan.ranks):
-        yield (
-            f"{place} shards within a node and repeats between nodes, {machines} make "
-            f"{strategy.replica_count(world, plan.ranks)} such copies; take several nodes of several GPUs, or set "
-            "accelerate_config=fsdp2"
-        )
-    if strategy.pipelines and world > 1 and (misfit := strategy.pipelines.misfit(world)) is not None:
-        yield f"{place} {misfit}"
+    if problem := ranks_problem(plan.loaded.recipe, strategy, world, plan.ranks, machines):
+        yield problem
     # Stages of one pipeline share their rows, so only the pipelines are counted.
     rows, readers = plan.loaded.recipe.training.global_batch_size, strategy.data_rank_count(world)
     if rows < readers:
@@ -228,7 +220,7 @@ def _misfits_of_an_image(plan: LaunchPlan) -> Iterator[str]:
             f"accelerate_config: {plan.strategy.name} writes to a fast disk, and {on} lends none; set "
             "accelerate_config=zero3_offload"
         )
-    if recipe.model.name_or_path.startswith("package:"):
+    if recipe.model.name_or_path.startswith(PREFIX):
         yield (
             f"model.name_or_path: {recipe.model.name_or_path} is a package of this machine, not of the image; name the "
             "model's repository on the Hub"

@@ -54,11 +54,19 @@ def script(plan: LaunchPlan, timeout: str = "") -> str:
     kubernetes_name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     if not kubernetes_name[:1].isalpha():
         kubernetes_name = f"run-{kubernetes_name}"
+    # The two comments that each file begins with.
+    devices = counted(plan.gpus, "GPU") if plan.gpus else "its CPU"
+    machines = f"one machine with {devices}"
+    if plan.nodes > 1:
+        machines = f"{plan.nodes} machines with {devices} each"
+    line = f"# {plan.strategy.name} on {machines}, {counted(plan.world, 'rank')}."
+    if plan.launcher in ("slurm", "torchrun", "ray"):
+        line += " Paths are as seen from the folder where it is started."
     return environment.get_template(f"{plan.launcher}.jinja").render(
         plan=plan,
         recipe=recipe,
         options=plan.options,
-        head=_head(plan),
+        head=f"{_MARK}launch {printable(plan.verb_arguments)}\n{line}",
         timeout=timeout,
         port=_PORT,
         slurm_name=re.sub(r"[^\w.-]", "-", stem),
@@ -83,18 +91,6 @@ def line_of_machine(plan: LaunchPlan) -> str:
     """The line that starts machine R of several by hand. ADDRESS_OF_0 is machine 0's address."""
     place = f"--node-rank R --master-addr ADDRESS_OF_0 --master-port {_PORT}"
     return f"torchrun --nnodes {plan.nodes} {place} --nproc-per-node {plan.ranks} {shlex.join(plan.words)}"
-
-
-def _head(plan: LaunchPlan) -> str:
-    """The two comments that each file begins with."""
-    devices = counted(plan.gpus, "GPU") if plan.gpus else "its CPU"
-    machines = f"one machine with {devices}"
-    if plan.nodes > 1:
-        machines = f"{plan.nodes} machines with {devices} each"
-    line = f"# {plan.strategy.name} on {machines}, {counted(plan.world, 'rank')}."
-    if plan.launcher in ("slurm", "torchrun", "ray"):
-        line += " Paths are as seen from the folder where it is started."
-    return f"{_MARK}launch {printable(plan.verb_arguments)}\n{line}"
 
 
 def _as_yaml(value: Any, depth: int = 0) -> str:

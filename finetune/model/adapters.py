@@ -57,9 +57,24 @@ def add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool, new_rows: 
                 "lora.target_modules: the head cannot carry an adapter, its logits are never held; "
                 "train it in full with lora.modules_to_save: [lm_head]"
             )
-        _refuse_unreached(asked, adapted_paths(adapted))
+        # peft 0.21 takes some names for experts, and leaves out the layers that have them.
+        if missing := sorted(asked - set(adapted_paths(adapted)), key=len):
+            weights = ", ".join(f"{kind}.weight" for kind in dict.fromkeys(map(kind_of, missing)))
+            raise FinetuneError(
+                f"lora.target_modules: peft adapts the experts in place of {len(missing)} layers that are named here, "
+                f"first {missing[0]}; write all-linear, or name them as lora.target_parameters: [{weights}]"
+            )
         _refuse_idle_patterns(lora, adapted_paths(adapted))
-        _refuse_other_names(adapted, type(model).__name__)
+        from peft import get_peft_model_state_dict
+        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+
+        saved = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        loaded = convert_peft_adapter_state_dict_for_transformers(adapted, adapted.peft_config["default"], dict(saved))
+        if lost := sorted(saved.keys() - loaded.keys()):
+            raise FinetuneError(
+                f"lora: peft would load {len(lost)} tensors of an adapter on {type(model).__name__} under other names "
+                f"than it saves, first {lost[0]}; exclude their layers by lora.exclude_modules, or choose another model"
+            )
         if new_rows:
             take_new_rows_into_loss(model)
         if pure_bf16:
@@ -162,18 +177,6 @@ def _head_forward(
     )
 
 
-def _refuse_unreached(asked: set[str], adapted: list[str]) -> None:
-    """peft 0.21 takes some names for experts, and leaves out the layers that have them."""
-    missing = sorted(asked - set(adapted), key=len)
-    if missing:
-        kinds = list(dict.fromkeys(kind_of(path) for path in missing))
-        weights = ", ".join(f"{kind}.weight" for kind in kinds)
-        raise FinetuneError(
-            f"lora.target_modules: peft adapts the experts in place of {len(missing)} layers that are named here, "
-            f"first {missing[0]}; write all-linear, or name them as lora.target_parameters: [{weights}]"
-        )
-
-
 def _refuse_idle_patterns(lora: Lora, adapted: list[str]) -> None:
     """Raise FinetuneError for a key that fits no adapter, or that fits only without peft's `.weight`."""
     mistakes = []
@@ -192,22 +195,6 @@ def _refuse_idle_patterns(lora: Lora, adapted: list[str]) -> None:
                 )
     if mistakes:
         raise FinetuneError("\n".join(mistakes))
-
-
-def _refuse_other_names(adapted: Any, architecture: str) -> None:
-    """Check that peft keeps the adapter's tensor names. peft 0.21 renames tensors at loading, by rules for transformers
-    4 checkpoints. If it renamed the ones it just made, a load would silently leave them out.
-    """
-    from peft import get_peft_model_state_dict
-    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
-
-    saved = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    loaded = convert_peft_adapter_state_dict_for_transformers(adapted, adapted.peft_config["default"], dict(saved))
-    if lost := sorted(saved.keys() - loaded.keys()):
-        raise FinetuneError(
-            f"lora: peft would load {len(lost)} tensors of an adapter on {architecture} under other names than it "
-            f"saves, first {lost[0]}; exclude their layers by lora.exclude_modules, or choose another model"
-        )
 
 
 def _adapters_as_elsewhere(adapted: nn.Module) -> None:

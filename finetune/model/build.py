@@ -19,7 +19,6 @@ from transformers import (
     BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -29,9 +28,10 @@ from finetune.architecture.recomputation import checkpoint_layers
 from finetune.base.location import folder_of, resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import loading_in_this_thread
+from finetune.library_errors import library_errors, not_loaded
 from finetune.model.adapter_targets import has_experts, language_model_path
 from finetune.model.dtypes import widening
-from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
+from finetune.model.new_tokens import add_rows
 from finetune.model.quantization import (
     correct_on_cpu,
     forget_inputs,
@@ -43,23 +43,10 @@ from finetune.model.stored_structure import as_stored, fetch_weights
 from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
 from finetune.recipe.schema import Quantization, Recipe
 from finetune.untrusted.config_sizes import MXFP4, stored_format
-from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.untrusted.model_folder import look_at_config, look_at_model
 from finetune.wording import install_command
 
 Load = Callable[..., PreTrainedModel]
-
-
-def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The base model's tokenizer, with its chat template and the recipe's new tokens.
-
-    Raises FinetuneError if there is none, or if it already has one of these tokens.
-    """
-    with in_one_line(partial(not_loaded, "tokenizer", recipe.model.name_or_path)):
-        tokenizer = read_tokenizer(recipe.model)
-    if recipe.model.new_tokens:
-        add_to_tokenizer(tokenizer, recipe.model)
-    return tokenizer
 
 
 def build_model(
@@ -173,7 +160,7 @@ def load_base(
         fetch_weights(section)  # their ties are read before the model is built
     if (files := folder_of(folder, section.revision)) is not None:
         look_at_model(files, whole=Path(folder).is_dir())
-    with in_one_line(partial(_weights_not_loaded, recipe, name)):
+    with library_errors(partial(_weights_not_loaded, recipe, name)):
         config = configuration(recipe, path)
         if recipe.quantization:
             options["quantization_config"] = bitsandbytes_config(recipe.quantization, config, quantise_on)
@@ -210,7 +197,7 @@ def load_base(
 
 def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The base model on meta, built from its configuration, with the quantised layers that the recipe asks for."""
-    with in_one_line(partial(_structure_not_built, recipe)):
+    with library_errors(partial(_structure_not_built, recipe)):
         config = configuration(recipe)
         trained = trained_config(config)
         settings = bitsandbytes_config(recipe.quantization, trained) if recipe.quantization else None
@@ -302,28 +289,20 @@ def check_quantized(model: PreTrainedModel, ready: Callable[[Any], Any] = lambda
         layer.support_avx512bf16_for_cpu = False
     correct_on_cpu(model)
     refuse_single_blocks(model)
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    if set(quantized_layers(model)) & set(ends):
+    packed = set(quantized_layers(model))
+    if packed & {model.get_input_embeddings(), model.get_output_embeddings()}:
         raise EnvironmentMismatch(
             "quantization: embeddings or head were quantised, which the fused loss does not know; choose another "
             "model, or quantization: null"
         )
-    _refuse_weights_read_raw(model, ready)
-
-
-def _refuse_weights_read_raw(model: PreTrainedModel, ready: Callable[[Any], Any]) -> None:
-    """Refuse quantised layers whose weights a state-space mixer multiplies itself: Mamba's dt_proj. One mixer from each
-    class runs on two tokens. Raises EnvironmentMismatch.
-    """
-    packed = set(quantized_layers(model))
-    every: Iterable[Any] = model.modules()
-    mixers = [each for each in every if hasattr(each, "A_log") and hasattr(each, "D") and hasattr(each, "in_proj")]
-    mixers = [each for each in mixers if packed.intersection(each.children())]
-    for mixer in {type(each): each for each in mixers}.values():
-        width = mixer.in_proj.in_features
+    # A state-space mixer may multiply a layer's weights itself: Mamba's dt_proj. One mixer of each class runs.
+    modules: Iterable[Any] = model.modules()
+    mixers = [mixer for mixer in modules if all(hasattr(mixer, name) for name in ("A_log", "D", "in_proj"))]
+    for mixer in {type(mixer): mixer for mixer in mixers if packed.intersection(mixer.children())}.values():
+        tokens = torch.zeros(1, 2, mixer.in_proj.in_features, dtype=model.dtype, device=model.device)
         try:
             with torch.no_grad(), suppress(TypeError):  # it asks for more than hidden states: not Mamba's
-                ready(mixer)(torch.zeros(1, 2, width, dtype=model.dtype, device=model.device))
+                ready(mixer)(tokens)
         except RuntimeError as error:
             raise EnvironmentMismatch(
                 f"quantization: {type(mixer).__name__} reads the packed weights of its layers past their forward "

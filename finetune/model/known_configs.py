@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.base.location import folder_of, in_hub_cache, online_name, resolve_model_path
-from finetune.base.package_models import PREFIX
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.stored_structure import unties
 from finetune.paths import PACKAGE
 from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.model import PREFIX
 from finetune.untrusted.config_sizes import read_config
 
 CONFIGS = PACKAGE / "model" / "configs"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.base.location import folder_of, refuse_unreachable, resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.library_errors import library_errors, not_loaded, words_of
 from finetune.output_stream import one_line
-from finetune.recipe.schema import ModelSection
+from finetune.recipe.schema import ModelSection, Recipe
 from finetune.recipe.yaml_text import shown
-from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.programs import look_at_tokenizer
 
 TOKENIZER_FILES = "tokenizer*", "*.model", "vocab*"
@@ -39,6 +39,18 @@ class NewRows:
     @property
     def ids(self) -> list[int]:
         return list(self.starts)
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The base model's tokenizer, with its chat template and the recipe's new tokens.
+
+    Raises FinetuneError if there is none, or if it already has one of these tokens.
+    """
+    with library_errors(partial(not_loaded, "tokenizer", recipe.model.name_or_path)):
+        tokenizer = read_tokenizer(recipe.model)
+    if recipe.model.new_tokens:
+        add_to_tokenizer(tokenizer, recipe.model)
+    return tokenizer
 
 
 def read_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
@@ -104,7 +116,7 @@ def _pieces_by_id(section: str) -> dict[int, tuple[int, ...]] | None:
     if folder.is_dir() and not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
         return None
     place = f"model.add_tokens: no tokenizer of {one_line(read.name_or_path)} to add to"
-    with in_one_line(lambda error: EnvironmentMismatch(f"{place}: {words_of(error, 200)}")):
+    with library_errors(lambda error: EnvironmentMismatch(f"{place}: {words_of(error, 200)}")):
         return add_to_tokenizer(read_tokenizer(read), read)
 
 

@@ -67,7 +67,15 @@ def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart | Non
             {"params": [p for p in trained if _dimensions(p) < 2], "weight_decay": 0.0},
         ]
     if recipe.lora and recipe.lora.loraplus_lr_ratio:
-        groups = _with_faster_b(model, groups, recipe.lora.loraplus_lr_ratio)
+        b = {
+            id(parameter) for name, parameter in model.named_parameters() if re.search(r"\.lora_(embedding_)?B\.", name)
+        }
+        rest = [group | {"params": [p for p in group["params"] if id(p) not in b]} for group in groups]
+        faster = [
+            group | {"params": [p for p in group["params"] if id(p) in b], RATE_RATIO: recipe.lora.loraplus_lr_ratio}
+            for group in groups
+        ]
+        groups = [*rest, *faster]
     groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {
         "lr": training.learning_rate,
@@ -78,13 +86,29 @@ def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart | Non
     own_part: dict[str, Any] = {} if local_part is None else {"local_part": local_part}
     spec = OPTIMIZERS[training.optim]
     if spec.bitsandbytes_class is not None:
-        in_float32 = _uneven(model)
+        embeddings: list[torch.Tensor] = [
+            module.weight for module in model.modules() if isinstance(module, nn.Embedding)
+        ]
+        embeddings += [p for name, p in model.named_parameters() if ".trainable_tokens_delta." in name]  # rows of such
+        vectors = [parameter for parameter in model.parameters() if _dimensions(parameter) < 2]
+        in_float32 = [parameter for parameter in (*embeddings, *vectors) if parameter.requires_grad]
         if any(isinstance(parameter, DTensor) for parameter in trained):
             from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW
 
             settings |= {"seed": training.seed} | own_part
             return BlockwiseAdamW(groups, in_float32=in_float32, **settings)
-        return _from_bitsandbytes(spec.bitsandbytes_class, groups, settings, in_float32)
+        import bitsandbytes
+
+        library: Any = bitsandbytes.optim
+        # bitsandbytes has one manager of exceptions a process, by the identity of parameters, of long gone ones too.
+        manager = library.GlobalOptimManager.get_instance()
+        for group in groups:
+            for parameter in group["params"]:
+                manager.pid2config.pop(id(parameter), None)
+        if in_float32:  # with 8 bits it keeps tensors under 4,096 elements in float32 by itself
+            manager.override_config(in_float32, "optim_bits", 32)
+        optimizer: torch.optim.Optimizer = getattr(library, spec.bitsandbytes_class)(groups, **settings)
+        return optimizer
     if training.pure_bf16:
         from finetune.model.optimizers.rounded_adamw import RoundedAdamW
 
@@ -93,47 +117,10 @@ def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart | Non
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 
-def _with_faster_b(model: nn.Module, groups: list[dict[str, Any]], ratio: float) -> list[dict[str, Any]]:
-    """LoRA+ (Hayou et al., LoRA+: Efficient Low Rank Adaptation of Large Models, 2024): each group's B matrices apart,
-    with a rate that is `ratio` times the others'."""
-    b = {id(parameter) for name, parameter in model.named_parameters() if re.search(r"\.lora_(embedding_)?B\.", name)}
-    rest = [group | {"params": [p for p in group["params"] if id(p) not in b]} for group in groups]
-    faster = [group | {"params": [p for p in group["params"] if id(p) in b], RATE_RATIO: ratio} for group in groups]
-    return [*rest, *faster]
-
-
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the next update's rate. In a group with a ratio, the rate is multiplied by it."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(RATE_RATIO, 1.0)
-
-
-def _uneven(model: nn.Module) -> list[torch.Tensor]:
-    """Weights with float32 moments where others have one byte: every vector, because a norm in Llama 3 8B has 4,096
-    elements, and embeddings, because their rows are as uneven as words (transformers does the same).
-    """
-    embeddings: list[torch.Tensor] = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    embeddings += [p for name, p in model.named_parameters() if ".trainable_tokens_delta." in name]  # rows of such
-    vectors = [parameter for parameter in model.parameters() if _dimensions(parameter) < 2]
-    return [parameter for parameter in (*embeddings, *vectors) if parameter.requires_grad]
-
-
-def _from_bitsandbytes(
-    class_name: str, groups: list[dict[str, Any]], settings: dict[str, Any], in_float32: list[torch.Tensor]
-) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW. With 8 bits it keeps tensors under 4,096 elements in float32 by itself."""
-    import bitsandbytes
-
-    library: Any = bitsandbytes.optim
-    # bitsandbytes has one manager of exceptions a process, by the identity of parameters, of long gone ones too.
-    manager = library.GlobalOptimManager.get_instance()
-    for group in groups:
-        for parameter in group["params"]:
-            manager.pid2config.pop(id(parameter), None)
-    if in_float32:
-        manager.override_config(in_float32, "optim_bits", 32)
-    optimizer: torch.optim.Optimizer = getattr(library, class_name)(groups, **settings)
-    return optimizer
 
 
 def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
@@ -232,7 +219,25 @@ class Schedule:
             remedy = f"set training.warmup_steps to at most {total_steps}, or train for more steps"
             longer = f"a warmup of {counted(self._warmup, 'step')} is longer than the run of {total_steps:,}"
             raise RecipeError([f"training.warmup_steps: {longer}; {remedy}"])
-        self._factor = _shape(training, self._warmup, total_steps)
+        # transformers' factor of each step, 1 at the highest rate.
+        carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+        try:
+            scheduler = get_scheduler(
+                training.lr_scheduler_type,
+                carrier,
+                num_warmup_steps=self._warmup,
+                # Given both, transformers takes the stable steps and warns.
+                num_training_steps=None if "num_stable_steps" in training.lr_scheduler_kwargs else total_steps,
+                scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
+            )
+        except (TypeError, ValueError) as error:
+            place = "training.lr_scheduler_kwargs"
+            raise RecipeError(
+                [f"{place}: {training.lr_scheduler_type} refuses these: {error}; correct them"]
+            ) from error
+        assert isinstance(scheduler, LambdaLR)
+        factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+        self._factor = factor
         self._refuse_idle_ends(training, total_steps)
 
     def rate(self, step: int) -> float:
@@ -256,23 +261,3 @@ class Schedule:
             problem = f"the rate of steps {first:,} to {until:,} of {total_steps:,} is 0"
         remedy = "correct training.lr_scheduler_kwargs or training.learning_rate, or train for another number of steps"
         raise RecipeError([f"training.lr_scheduler_type: {training.lr_scheduler_type}: {problem}; {remedy}"])
-
-
-def _shape(training: Training, warmup: int, total_steps: int) -> Callable[[int], float]:
-    """transformers' factor of each step, 1 at the highest rate."""
-    carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
-    try:
-        scheduler = get_scheduler(
-            training.lr_scheduler_type,
-            carrier,
-            num_warmup_steps=warmup,
-            # Given both, transformers takes the stable steps and warns.
-            num_training_steps=None if "num_stable_steps" in training.lr_scheduler_kwargs else total_steps,
-            scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
-        )
-    except (TypeError, ValueError) as error:
-        place = "training.lr_scheduler_kwargs"
-        raise RecipeError([f"{place}: {training.lr_scheduler_type} refuses these: {error}; correct them"]) from error
-    assert isinstance(scheduler, LambdaLR)
-    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
-    return factor

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.base.location import base_file, folder_of, resolve_model_path
 from finetune.errors import FinetuneError
+from finetune.library_errors import library_errors, not_loaded
 from finetune.output_stream import one_line, silenced
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.untrusted.model_folder import INDEX, MOST_INDEX, SINGLE, plain_names, weight_files
 from finetune.untrusted.safetensors_header import TensorFacts, read_header
 
@@ -77,8 +77,8 @@ def stored_structure(section: ModelSection, path: str | None = None) -> StoredSt
         return None
     facts = [(file.resolve(), file.stat()) for file in (folder / "config.json", *files)]
     key = tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in facts)
-    with in_one_line(partial(not_loaded, "weights", path or section.name_or_path)):
-        return _found(str(folder), tuple(map(str, files)), key, section.trust_remote_code)
+    with library_errors(partial(not_loaded, "weights", path or section.name_or_path)):
+        return _decided(str(folder), tuple(map(str, files)), key, section.trust_remote_code)
 
 
 def fetch_weights(section: ModelSection) -> None:
@@ -145,12 +145,6 @@ def refuse_files(recipe: Recipe, found: StoredStructure | None) -> None:
         )
 
 
-@lru_cache(maxsize=8)
-def _found(folder: str, files: tuple[str, ...], key: tuple[Any, ...], trusted: bool) -> StoredStructure:
-    with _without_engine():
-        return _decided(folder, files, trusted)
-
-
 @contextmanager
 def _without_engine() -> Iterator[None]:
     """Inside this context transformers builds and loads as if there were no ZeRO-3.
@@ -167,7 +161,9 @@ def _without_engine() -> Iterator[None]:
         deepspeed._hf_deepspeed_config_weak_ref = handle
 
 
-def _decided(folder: str, files: tuple[str, ...], trusted: bool) -> StoredStructure:
+@lru_cache(maxsize=8)
+@_without_engine()
+def _decided(folder: str, files: tuple[str, ...], key: tuple[Any, ...], trusted: bool) -> StoredStructure:
     from transformers import AutoConfig
 
     from finetune.model.text_part import WholeNames

@@ -65,9 +65,9 @@ def gpus_here() -> Gpus | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    asked = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=SECONDS)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
     sizes = [int(line) for line in answer.stdout.split() if line.isdigit()]
@@ -95,8 +95,9 @@ def choose(gpus: Gpus | None, model: str | None, max_length: int, objective: Obj
             return Choice(gpus, name, "lora", strategies[-1], None)
         if needed <= gpus.memory:
             return Choice(gpus, name, method, strategy, needed)
-    asked = model or ", ".join(UNGATED_MODELS)
-    raise DoesNotFit(f"--gpus: {gpus.name}: {asked} does not fit, not even in 4 bits; name a smaller --model")
+    raise DoesNotFit(
+        f"--gpus: {gpus.name}: {', '.join(names)} does not fit, not even in 4 bits; name a smaller --model"
+    )
 
 
 def _needed_bytes(

@@ -36,16 +36,16 @@ class Counts:
     problems: tuple[str, ...]
     mean_bytes: float
     longest_bytes: int
-    is_whole: bool  # whether every row was read
     with_tools: int = 0  # rows with tools or calls
     is_narrow: bool = False  # nearly all answers are short
     options: tuple[str, ...] = ()  # the distinct answers, if they are few and repeated
-    tokens: int = 0  # of one epoch
-    longest: int = 0  # tokens
+    tokens: int = 0  # of one epoch; 0: not counted
+    longest: int = 0  # tokens; 0: not counted
     too_long: int = 0  # rows with more than max_length tokens
     beyond: float = 0.0  # share of all tokens that a cut at max_length takes
     unanswered: int = 0  # rows whose question alone is longer than max_length
     refusal: str = ""  # why training would refuse the rows
+    uncounted: str = ""  # why not all tokens are counted
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Settings:
     epochs: int
     learning_rate: float
     max_steps: int | None
-    steps: int  # about
+    steps: int  # about; 0: not counted
     objective: Objective = "supervised"
 
 
@@ -70,10 +70,11 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
         name = "SmolLM2-135M"
     method = {"lora": "LoRA", "qlora": "QLoRA, LoRA over a 4-bit base,"}[choice.method]
     noun = {"supervised": "rows", "dpo": "pairs of answers", "kto": "judged answers"}[settings.objective]
+    steps = f"       about {counted(settings.steps, 'step')}" * bool(settings.steps)
     lines = [
         f"# {name} learns {counts.rows:,} {noun} of {entry.short_name} by {method} on {choice.place}.",
         f"#   finetune preview {as_word(file)}     shows the rows; green: the model learns to write it",
-        f"#   finetune train {as_word(file)}       about {counted(settings.steps, 'step')}",
+        f"#   finetune train {as_word(file)}{steps}",
     ]
     if choice.gpus is None:
         dtype, rank = "auto", 8
@@ -94,8 +95,9 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
     if settings.held_out:
         rows = counted(round(settings.held_out * counts.rows), "row")
         lines += [f"  eval: {{fraction: {settings.held_out:g}}}  # about {rows}: never trained on, used to measure"]
+    longest = f"about {counts.longest:,}" if counts.longest else f"{counts.longest_bytes:,} bytes"
     lines += [
-        f"  max_length: {settings.max_length}  # tokens; your longest row has about {counts.longest:,}",
+        f"  max_length: {settings.max_length}  # tokens; your longest row has {longest}",
         f"  truncation: {settings.truncation}  # {TRUNCATION_WORDS[settings.truncation]}",
         "training:",
     ]
@@ -133,12 +135,8 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
 def _entry_lines(entry: DataSet, counts: Counts) -> list[str]:
     """The data set's entry: one key a line."""
     lines = [f"path: {_quoted(entry.path)}"]
-    if entry.data_files:
-        lines.append(f"data_files: {_quoted(str(entry.data_files))}")
-    if entry.encoding:
-        lines.append(f"encoding: {_quoted(entry.encoding)}")
-    if entry.sheet:
-        lines.append(f"sheet: {_quoted(entry.sheet)}")
+    plain = {"data_files": entry.data_files, "encoding": entry.encoding, "sheet": entry.sheet}
+    lines += [f"{key}: {_quoted(str(value))}" for key, value in plain.items() if value]
     if entry.split != "train":
         lines.append(f"split: {_quoted(entry.split)}")
     if entry.columns:
@@ -148,9 +146,9 @@ def _entry_lines(entry: DataSet, counts: Counts) -> list[str]:
     if entry.labels:
         lines.append(f"labels: {in_yaml(entry.labels)}  # true: a wanted answer")
     if entry.drop:
-        found = [f"{counts.empty:,} with an empty cell"] * ("empty" in entry.drop)
-        found += [f"{counts.duplicate:,} equal to an earlier row"]
-        lines.append(f"drop: [{', '.join(entry.drop)}]  # rows left out: {', '.join(found)}")
+        reasons = [f"{counts.empty:,} with an empty cell"] * ("empty" in entry.drop)
+        reasons += [f"{counts.duplicate:,} equal to an earlier row"]
+        lines.append(f"drop: [{', '.join(entry.drop)}]  # rows left out: {', '.join(reasons)}")
     if entry.chat_template_kwargs:
         lines.append("chat_template_kwargs: {enable_thinking: false}  # your answers come without reasoning")
     return ["    - " + lines[0], *("      " + line for line in lines[1:])]

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from finetune.base.location import resolve_model_path
 from finetune.closed_form.shape import approximate_weights
 from finetune.data.chat import Chat, Content, Passage, documents_in, last_answer
 from finetune.data.dialect import csv_dialect
-from finetune.data.readers import SourceRow
 from finetune.data.readings import (
     Reading,
     Readings,
@@ -44,7 +42,7 @@ from finetune.files import check_output
 from finetune.model.known_configs import config_here
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM, Choice, choose, gpus_here
 from finetune.new_recipe.page import Counts, Settings, recipe_text
-from finetune.new_recipe.sample import WHOLE_BELOW, Sample, read_sample
+from finetune.new_recipe.sample import Sample, read_sample
 from finetune.new_recipe.target import entry_of
 from finetune.output_stream import has_controls, one_line
 from finetune.recipe.gpus import Gpus, parse_gpus
@@ -54,14 +52,12 @@ from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.sections.data import Truncation
 from finetune.recipe.sections.training import Objective
 from finetune.scoring.metrics import MOST_OPTIONS, options_among
-from finetune.tokens.check_documents import prepared_here
-from finetune.tokens.estimate import text_of
+from finetune.tokens.dataset import Prepared, prepare_here
 from finetune.wording import counted, percent
 
 SHOWN = 5  # rows
 SUFFIXES_TO_REMOVE = (".gz", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".txt", ".md")
-COUNTING_SECONDS, COUNTING_SECONDS_IF_LARGE = 20.0, 3.0
-ASSUMED_TOKEN_BYTES = 3.0  # without a tokenizer: English has 4, German 3
+TOKEN_BYTES = 3.0  # by which max_length is chosen before a tokenizer counts: English has 4, German 3
 TOKENS_AROUND_TOOLS = 256  # that templates write beside the tools themselves: Qwen3-Coder's has 250
 SMALLEST_SPLIT = 10
 CPU_TOKENS = 30_000  # of SmolLM2-135M, trained in three to five minutes on two cores
@@ -109,10 +105,10 @@ class Proposal:
             "empty": self.counts.empty,
             "duplicate": self.counts.duplicate,
             "refused": self.counts.refused,
-            "longest_tokens": self.counts.longest,
+            "longest_tokens": self.counts.longest or None,
             "model": self.choice.model,
             "method": self.choice.method,
-            "steps": self.settings.steps,
+            "steps": self.settings.steps or None,
             "recipe": self.text,
         }
 
@@ -136,10 +132,10 @@ def read_columns(text: str | None) -> dict[str, str]:
 def read_labels(text: str | None) -> dict[str, bool]:
     """Read `--labels`: `up=true,down=false` or YAML. Raises FinetuneError."""
     labels = _read_mapping("--labels", text, form := "write --labels up=true,down=false")
-    for label, wanted in labels.items():
-        if wanted.lower() not in ("true", "false"):
+    for label, word in labels.items():
+        if word.lower() not in ("true", "false"):
             raise FinetuneError(f"--labels: {one_line(label, 60)} is true (wanted) or false (not); {form}")
-    return {label.lower(): wanted.lower() == "true" for label, wanted in labels.items()}
+    return {label.lower(): word.lower() == "true" for label, word in labels.items()}
 
 
 def _read_mapping(option: str, text: str | None, form: str) -> dict[str, str]:
@@ -159,12 +155,10 @@ def _read_mapping(option: str, text: str | None, form: str) -> dict[str, str]:
 
 
 def _format_of(columns: Mapping[str, str]) -> KnownFormat | None:
-    """The layout that `--columns` names; None if none is whole. A prompt and its completion are texts or turns."""
+    """The layout that `--columns` names; None if none is whole."""
     # Two answers or a label before a prompt and its completion, which are texts or turns.
-    for name, layout in sorted(LAYOUTS.items(), key=lambda each: each[1].objective == "supervised"):
-        if {*layout.columns} <= {*columns} <= {*layout.all}:
-            return name
-    return None
+    layouts = sorted(LAYOUTS.items(), key=lambda item: item[1].objective == "supervised")
+    return next((name for name, layout in layouts if {*layout.columns} <= {*columns} <= {*layout.all}), None)
 
 
 def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]], int] | None) -> Proposal:
@@ -193,8 +187,8 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
         ways = [f"{word}   ({error.key}: {name})" for name, word in error.readings]
         entry = entry.model_copy(update={error.key: error.readings[choose_one(ways)][0]})
         sample = read_sample(source := resolve(entry))
-    names = [str(name) for name in sample.rows[0]]
-    if source.kind in ("csv", "excel") and not options.columns and looks_like_data(names, sample.rows):
+    names = [str(name) for name in sample.values[0]]
+    if source.kind in ("csv", "excel") and not options.columns and looks_like_data(names, sample.values):
         header = ["question", "answer", *(f"column{number}" for number in range(3, len(names) + 1))][: len(names)]
         delimiter = " | "
         if source.kind == "csv":
@@ -205,12 +199,12 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
                 f"put a line with names before it: {delimiter.join(header)}"
             ]
         )
-    result = readings(entry.format, sample.rows)
+    result = readings(entry.format, sample.values)
     reading = _choose_reading(target, result, options, choose_one)
     changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
     if reading.labels:
         changes["labels"] = dict(reading.labels)
-    numbers = [each.name for each in result.columns if each.kind == "number"]
+    numbers = [column.name for column in result.columns if column.kind == "number"]
     answer = reading.columns.get("output", "output")
     if reading.format == "alpaca" and answer in numbers:  # a template makes texts of them
         if not re.fullmatch(r"\w[\w ]*", answer):
@@ -227,7 +221,7 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
     counts, examples, notes = _count_rows(entry, sample)
     gpus = parse_gpus(options.gpus) if options.gpus else gpus_here()
     truncation: Truncation = "split" if reading.format == "text" else "right"
-    read, length, longer = counts, 0, counts.longest_bytes / ASSUMED_TOKEN_BYTES * 1.2 + 32
+    read, length, longer = counts, 0, counts.longest_bytes / TOKEN_BYTES * 1.2 + 32
     longer += TOKENS_AROUND_TOOLS * (counts.with_tools > 0)
     # By bytes first. If training's own encoder finds longer rows, with the next size that model and method allow.
     while True:
@@ -257,7 +251,7 @@ def _choose_reading(
     target: str, result: Readings, options: Options, choose_one: Callable[[Sequence[str]], int] | None
 ) -> Reading:
     """How the rows are read. Raises DataError if it is not clear and nobody can be asked."""
-    target, plausible = one_line(target), result.found
+    target, plausible = one_line(target), result.plausible
     if options.columns:
         names = {column.name: column for column in result.columns}
         # A path into an object is looked up when the rows are counted.
@@ -271,7 +265,7 @@ def _choose_reading(
         if "label" in options.columns and not options.labels:
             judged = judgement_of([names[options.columns["label"]]])
             if judged is not None:
-                labels = {value: wanted for value, wanted in judged[1].items() if label_of(value) is not wanted}
+                labels = {value: verdict for value, verdict in judged[1].items() if label_of(value) is not verdict}
                 named = replace(named, unknown=tuple(labels))
         plausible = [named]
     elif result.obstacle:
@@ -306,50 +300,27 @@ def _in_words(reading: Reading, among: Sequence[Reading]) -> str:
     words = reading.in_words()
     if reading.labels or reading.unknown:
         words += f" --labels {shlex.quote(labels_in_yaml(reading))}"
-    if len({each.objective for each in among}) > 1:
+    if len({other.objective for other in among}) > 1:
         meaning = {"supervised": "all answers: supervised", "kto": "judged answers: kto", "dpo": "pairs: dpo"}
         words += f" ({meaning[reading.objective]})"
     return words
 
 
-class _TimedRows:
-    """A source's rows, for some seconds. The time also ends for a reader that drops every row."""
-
-    def __init__(self, seconds: float) -> None:
-        self.is_whole = True
-        self.read = 0
-        self._end = time.monotonic() + seconds
-
-    def rows(self, source: Source) -> Iterator[SourceRow]:
-        """Yield rows until the time is over; then `is_whole` says whether all rows came."""
-        for row in source.rows():
-            self.read += 1
-            yield row
-            if time.monotonic() > self._end:
-                self.is_whole = False
-                return
-
-
 def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...], list[str]]:
-    """Count every row, or the head if the data set is large, as training reads them.
-
-    Also the first rows, to show, and the readers' notes.
-    """
-    source = resolve(entry)
-    reader = RowReader(source)
+    """Count the sample's rows as training reads them. Also the first rows, to show, and the reader's notes."""
+    reader = RowReader(resolve(entry))
     examples: list[Content] = []
     problems: list[str] = []
     mistakes = Mistakes()
     good, nbytes, longest, with_tools, short = 0, 0, 0, 0, 0
     answers_by_text: Counter[str] = Counter()
-    timed_rows = _TimedRows(COUNTING_SECONDS if sample.nbytes <= WHOLE_BELOW else COUNTING_SECONDS_IF_LARGE)
-    for row in reader.rows(timed_rows.rows(source)):
+    for row in reader.rows(iter(sample.rows)):
         if row.read is None:
             problems.append(f"{row.place}: {row.problem}")
             mistakes.add(str(row.problem), row.place)
         else:
             good += 1
-            sizes = [len(text_of(document).encode(errors="replace")) for document in documents_in(row.read)]
+            sizes = [_bytes_of(document) for document in documents_in(row.read)]
             nbytes, longest = nbytes + sum(sizes), max(longest, *sizes)
             chats = [document for document in documents_in(row.read) if isinstance(document, Chat)]
             with_tools += any(
@@ -367,8 +338,8 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
     if answers and answers["pairs"] and answers["pairs"] == answers["equal"]:
         raise DataError(problems[-1:])  # nothing to prefer, in any row
     rows = good
-    if not timed_rows.is_whole and sample.total:
-        rows = max(good, round(sample.total * good / timed_rows.read))
+    if not sample.is_whole and sample.total:
+        rows = max(good, round(sample.total * good / len(sample.rows)))
     counts = Counts(
         rows=rows,
         empty=facts["dropped"].get("empty", 0),
@@ -377,12 +348,21 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
         problems=tuple(problems[:3]),
         mean_bytes=nbytes / good,
         longest_bytes=longest,
-        is_whole=timed_rows.is_whole,
         with_tools=with_tools,
         is_narrow=short >= NARROW_SHARE * good,
         options=tuple(options_among(answers_by_text)),
     )
     return counts, tuple(examples), list(notes_on_reading(facts))
+
+
+def _bytes_of(document: Chat | Passage) -> int:
+    """A document's UTF-8 bytes, without the template's own."""
+    if isinstance(document, Passage):
+        texts = [document.prompt, document.completion]
+    else:
+        texts = [str(value) for message in document.messages for value in message.values()]
+        texts += map(str, document.tools or ())
+    return sum(len(text.encode(errors="replace")) for text in texts)  # an unsupervised key may contain half a letter
 
 
 def _has_short_answers(document: Chat | Passage) -> bool:
@@ -402,15 +382,15 @@ def _choose_length_and_model(
     More than USUAL_ROWS tokens are chosen only if the model and the method stay the same.
     """
     sizes = [size for size in ROW_SIZES if gpus is not None or size <= MOST_ON_CPU]
-    wanted = next((size for size in sizes if size >= tokens), sizes[-1])
-    usual = min(wanted, USUAL_ROWS)
+    limit = next((size for size in sizes if size >= tokens), sizes[-1])
+    usual = min(limit, USUAL_ROWS)
     choice = choose(gpus, model, usual, objective)
     # The longest size first. The first one that keeps the model and the method is taken.
-    for longer in sorted((size for size in sizes if usual < size <= wanted), reverse=True):
+    for longer in sorted((size for size in sizes if usual < size <= limit), reverse=True):
         with suppress(DoesNotFit):
-            found = choose(gpus, model, longer, objective)
-            if found.memory and (found.model, found.method) == (choice.model, choice.method):
-                return longer, found
+            longer_choice = choose(gpus, model, longer, objective)
+            if longer_choice.memory and (longer_choice.model, longer_choice.method) == (choice.model, choice.method):
+                return longer, longer_choice
     return usual, choice
 
 
@@ -432,25 +412,20 @@ def _choose_settings(
         epochs = 1
     elif counts.rows >= 2000:
         epochs = 2
+    max_steps: int | None = None
     if choice.gpus is None:
         # A packed row is full of documents; a pair is two documents, so a step takes several pairs.
         batch, tokens_a_row = 1, length
         if objective != "supervised":
-            batch, tokens_a_row = max(least, min(8, packed // 10)), math.ceil(counts.tokens / packed)
-        steps = math.ceil(epochs * packed / batch)
-        max_steps: int | None = None
-        if choice.model in (EMBEDDED, ONLINE_SMOLLM):
-            most = max(1, CPU_TOKENS // (batch * tokens_a_row))
-            if steps > most:
-                max_steps = most
-        settings = Settings(length, truncation, held_out, batch, epochs, rate, max_steps, max_steps or steps, objective)
-        return settings, counts
-    at_once = choice.ranks
-    # About thirty steps an epoch, with at most 64 rows each, as many on each GPU.
-    micro_batches = max(math.ceil(least / at_once), min(64 // at_once, packed // (30 * at_once)))
-    batch = at_once * micro_batches
-    steps = max(1, math.ceil(epochs * packed / batch))
-    return Settings(length, truncation, held_out, batch, epochs, rate, None, steps, objective), counts
+            batch, tokens_a_row = max(least, min(8, packed // 10)), math.ceil(counts.tokens / packed) or length
+        most = max(1, CPU_TOKENS // (batch * tokens_a_row))
+        if choice.model in (EMBEDDED, ONLINE_SMOLLM) and math.ceil(epochs * packed / batch) > most:
+            max_steps = most
+    else:  # about thirty steps an epoch, with at most 64 rows each, as many on each GPU
+        at_once = choice.ranks
+        batch = at_once * max(math.ceil(least / at_once), min(64 // at_once, packed // (30 * at_once)))
+    steps = max_steps or max(1, math.ceil(epochs * packed / batch)) * bool(counts.tokens)
+    return Settings(length, truncation, held_out, batch, epochs, rate, max_steps, steps, objective), counts
 
 
 def _count_tokens(
@@ -462,7 +437,7 @@ def _count_tokens(
     objective: Objective,
     held_out: float,
 ) -> tuple[Counts, int]:
-    """The counts with their tokens, and the packed rows of one epoch: by the tokenizer, or by bytes without one."""
+    """The counts with their tokens, as training counts them, and the packed rows of one epoch."""
     probe = Recipe.model_validate(
         {
             "model": {"name_or_path": model},
@@ -478,32 +453,30 @@ def _count_tokens(
     if model == EMBEDDED:
         with suppress(FinetuneError):  # the next command names it
             resolve_model_path(model)  # converts it once, as the next command would
-    prepared = None
+    prepared: Prepared | None = None
     try:
-        prepared = prepared_here(probe) if counts.is_whole else None
+        prepared, uncounted = prepare_here(probe)
+        counts = replace(counts, uncounted=uncounted)
     except DataError as error:
         unanswered = counts.rows * ("holds no document" in str(error))
         counts = replace(counts, refusal=error.mistakes[0], too_long=unanswered, unanswered=unanswered)
     except FinetuneError:  # a cache that cannot be written, or a damaged tokenizer: the next command says so
         pass
-    if prepared is None:
-        tokens = round(counts.rows * (counts.mean_bytes / ASSUMED_TOKEN_BYTES + 12))
-        longest = round(counts.longest_bytes / ASSUMED_TOKEN_BYTES + 12)
-        packed = counts.rows
-        if objective == "supervised":
-            packed = math.ceil(tokens / length)
-        return replace(counts, tokens=tokens, longest=longest), packed
-    facts = prepared.facts
+    if prepared is None:  # the batch follows from the bytes
+        tokens = counts.rows * (counts.mean_bytes / TOKEN_BYTES + 12)
+        return counts, math.ceil(tokens / length) if objective == "supervised" else counts.rows
+    facts, read = prepared.facts, prepared.pool.stores[0].facts
     cut, unanswered = facts["tokens_cut"], facts.get("unanswered", 0)
+    scale = counts.rows / read["rows_read"] if counts.uncounted else 1  # from the encoded rows to all
     counts = replace(
         counts,
-        tokens=facts["tokens"],
+        tokens=round(scale * facts["tokens"]),
         longest=max(int(prepared.pool.longest().max()), facts.get("longest_unanswered", 0)),
-        too_long=facts["truncated"] + unanswered + prepared.pool.stores[0].facts["texts_split"],
+        too_long=round(scale * (facts["truncated"] + unanswered + read["texts_split"])),
         beyond=cut / (cut + int(prepared.pool.lengths.sum())),
-        unanswered=unanswered,
+        unanswered=round(scale * unanswered),
     )
-    return counts, facts["rows"]
+    return counts, math.ceil(scale * facts["rows"])
 
 
 def _findings(
@@ -522,14 +495,14 @@ def _findings(
     if source.kind == "csv":
         dialect = csv_dialect(source.files[0], encoding=source.entry.encoding)
         name += f", separated by {dialect.separator}, {dialect.encoding}"
-        name += "".join(f", {each}" for each in dialect.quotes_in_words())
+        name += "".join(f", {part}" for part in dialect.quotes_in_words())
     if sample.total is None:
-        rows = f"{len(sample.rows):,} rows read"
+        rows = f"{len(sample.values):,} rows read"
     elif sample.is_whole:
         rows = f"{sample.total:,} rows"
     else:
         rows = f"about {sample.total:,} rows (sampled)"
-    names = list(dict.fromkeys(name for row in sample.rows[:100] for name in row))
+    names = list(dict.fromkeys(name for row in sample.values[:100] for name in row))
     lines = [f"{source.name}: {name}; {rows}; columns {in_quotes(names)}"]
     folder = Path(source.entry.path)
     others: list[str] = []
@@ -542,7 +515,7 @@ def _findings(
     line = f"read as {in_yaml(reading.columns) if reading.columns else reading.format}"
     if reading.labels:
         line += f", labels {in_yaml(reading.labels)}"
-    lines.append(line + f"; not used: {listed([each.in_words() for each in unused])}" * bool(unused))
+    lines.append(line + f"; not used: {listed([column.in_words() for column in unused])}" * bool(unused))
     if "output" in entry.template:
         lines.append(f"answers that are numbers, or true and false, become texts: template: {in_yaml(entry.template)}")
     lines += remarks(reading, result.columns)
@@ -581,6 +554,7 @@ def _findings(
             f"a question longer than max_length ({length:,} tokens): {counted(counts.unanswered, 'row')}; no answer is "
             f"left after the cut, so they are left out; max_length: {counts.longest} keeps them"
         )
+    lines += [counts.uncounted] * bool(counts.uncounted)
     if counts.too_long > counts.unanswered:
         fate = f"they are cut, which loses about {percent(counts.beyond)} of the tokens"
         if reading.format == "text":

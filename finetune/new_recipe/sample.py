@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from finetune.data.readers import SourceRow
 from finetune.data.sources import Source
 from finetune.errors import DataError
 from finetune.paths import open_regular
@@ -23,11 +25,14 @@ ALWAYS_WHOLE = 4 * 2**20
 class Sample:
     """Some rows, and the data set's size."""
 
-    rows: list[Mapping[str, Any]]
-    problems: list[str]  # rows that could not be read, with their places
+    rows: list[SourceRow]  # with those that could not be read
     total: int | None  # rows: counted, or estimated for a large file; None if neither is possible
-    nbytes: int
     is_whole: bool
+
+    @cached_property
+    def values(self) -> list[Mapping[str, Any]]:
+        """The readable rows' cells by column."""
+        return [row.values for row in self.rows if row.values is not None]
 
 
 def read_sample(source: Source) -> Sample:
@@ -36,8 +41,7 @@ def read_sample(source: Source) -> Sample:
     Raises DataError if no row is readable.
     """
     nbytes = sum(file.stat().st_size for file in source.files)
-    rows: list[Mapping[str, Any]] = []
-    problems: list[str] = []
+    rows: list[SourceRow] = []
     most: int | None = ROWS_OF_HEAD
     if nbytes <= WHOLE_BELOW and source.kind != "hub":
         most = None
@@ -46,22 +50,19 @@ def read_sample(source: Source) -> Sample:
         file.suffix in (".csv", ".tsv", ".json", ".jsonl") for file in source.files
     )
     end = time.monotonic() + SAMPLE_SECONDS
-    is_whole, read = True, 0
+    is_whole = True
     for row in islice(source.rows(), most):
-        read += 1
-        if row.values is None:
-            problems.append(f"{row.place}: {row.problem}")
-        else:
-            rows.append(row.values)
-        if time.monotonic() > end and read >= 100 and not is_small:
+        rows.append(row)
+        if time.monotonic() > end and len(rows) >= 100 and not is_small:
             is_whole = False
             break
-    is_whole = is_whole and (most is None or read < most)
-    if not rows:
-        raise DataError(problems[:3] or [f"{source.name}: no rows; give it at least one row"])
+    is_whole = is_whole and (most is None or len(rows) < most)
+    if all(row.values is None for row in rows):
+        problems = [f"{row.place}: {row.problem}" for row in rows[:3]]
+        raise DataError(problems or [f"{source.name}: no rows; give it at least one row"])
     total: int | None = None
     if is_whole:
-        total = read
+        total = len(rows)
     elif source.kind == "json" and len(source.files) == 1:
         total = _estimated_rows(source.files[0], nbytes)
     elif source.kind == "parquet":
@@ -71,7 +72,7 @@ def read_sample(source: Source) -> Sample:
         for file in source.files:
             with open_regular(file) as stored, pyarrow.parquet.ParquetFile(stored) as table:
                 total += int(table.metadata.num_rows)
-    return Sample(rows, problems, total, nbytes, is_whole)
+    return Sample(rows, total, is_whole)
 
 
 def _estimated_rows(file: Path, nbytes: int) -> int | None:

@@ -14,6 +14,7 @@ from finetune.data.dialect import WIDE_MARKS, is_binary
 from finetune.data.readers import read_rows
 from finetune.data.sources import SUFFIXES, refuse_packed
 from finetune.errors import DataError
+from finetune.library_errors import library_errors
 from finetune.output_stream import one_line
 from finetune.paths import open_regular
 from finetune.recipe.schema import DataSet
@@ -41,11 +42,8 @@ def _kind_of(file: Path, encoding: str | None) -> str:
     if suffix == ".gz":
         suffix = file.with_suffix("").suffix.lower()
     known = {".tsv": "csv", ".tab": "csv", ".xlsx": "excel"} | dict.fromkeys(DOCUMENTS, "text") | SUFFIXES
-    try:
-        with open_regular(file) as stream:
-            head = stream.read(LOOKED_AT)
-    except OSError as error:
-        raise DataError([f"{file}: cannot be read: {error.strerror or error}; check the file"]) from None
+    with library_errors(reading=file, kind=DataError), open_regular(file) as stream:
+        head = stream.read(LOOKED_AT)
     refuse_packed(file)
     if not head.strip():
         raise DataError([f"{file}: no rows: the file is empty; give it at least one row"])

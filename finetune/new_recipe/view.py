@@ -31,9 +31,10 @@ def print_proposal(proposal: Proposal, console: Console) -> None:
         console.print()
     choice, settings = proposal.choice, proposal.settings
     needs = f", {choice.memory}" * bool(choice.memory)
+    steps = f"about {counted(settings.steps, 'step')}, " * bool(settings.steps)
     method = "QLoRA" if choice.method == "qlora" else "LoRA"
     console.print(
-        f"{choice.model} by {method} on {choice.place}{needs}; about {counted(settings.steps, 'step')}, "
+        f"{choice.model} by {method} on {choice.place}{needs}; {steps}"
         f"{counted(round(settings.held_out * proposal.counts.rows), 'row')} held out",
         markup=False,
         highlight=False,

@@ -97,7 +97,7 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
     with planner.run_in_forks({0: probing}, even_one=True) as probed:
         planned = planner.plan(recipe, gpus)
         from finetune.planner.memory_table import plan_bars, plan_json, plan_text, verdict
-        from finetune.planner.roofline import roofline_json, roofline_lines
+        from finetune.planner.roofline import copying_line, roofline_json, roofline_lines
         from finetune.training.batch_notes import notes_before_launch
 
         code = 0 if planned.fits else DoesNotFit.exit_code
@@ -126,6 +126,9 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
                 text += remedies.lines(spare)
             elif spare:
                 text += [f"the spare memory could hold {', or '.join(each.words for each in spare[:3])}"]
+            sharding = next((each.words for each in spare if remedies.STRATEGY in each.changes), None)
+            if sharding and recipe.lora is not None and result["speed"]:
+                text += [line for line in [copying_line(planned, result["speed"]["step_seconds"], sharding)] if line]
         if options.explain:
             result["explanation"] = explain_plan(recipe, config, gpus)
             text += ["", result["explanation"]]

@@ -231,7 +231,24 @@ def plan_recipe(
         allocated = planned.peak[1].nbytes
         most = int(deep.reserved_share * allocated)
         return dataclasses.replace(planned, reserved=(allocated, most), upper=most + outside_bytes)
-    return _with_allocator(planned, deep.changes, gpus.memory - outside_bytes)
+    # Replay the allocator. If it would reserve more than the room, a second replay shows whether returning cached
+    # segments suffices.
+    changes, room = deep.changes, gpus.memory - outside_bytes
+    replayed = partial(replay, expandable=expands_segments())
+    peaks = replayed(changes)
+    short = {name: phase.peak.nbytes - peaks[name].allocated for name, phase in planned.phases.items()}
+    if max(short.values()) > 0:
+        # Storages that belong to no layer and grow with depth: DDP's buckets, ZeRO's partitions.
+        changes = list(add_unlayered_storage(changes, short))
+        peaks = replayed(changes)
+    least, most = (max(getattr(phase, kind) for phase in peaks.values()) for kind in ("allocated", "reserved"))
+    upper = most
+    if least <= room < most:
+        with suppress(NoMemory):
+            replayed(changes, room)
+            upper = room
+    upper += outside_bytes
+    return dataclasses.replace(planned, reserved=(least, most), upper=upper, changes=changes)
 
 
 @contextmanager
@@ -248,28 +265,6 @@ def _failure_in_one_line(strategy: str) -> Iterator[None]:
         raise EnvironmentMismatch(
             f"{strategy}: the planner cannot trace it ({why}); `finetune compare` measures it"
         ) from error
-
-
-def _with_allocator(planned: Plan, changes: Sequence[StorageChange], room: int) -> Plan:
-    """The plan with reserved bytes by the allocator's replay.
-
-    If the allocator would reserve more than the room, a second replay shows whether returning cached segments suffices.
-    """
-    replayed = partial(replay, expandable=expands_segments())
-    peaks = replayed(changes)
-    short = {name: phase.peak.nbytes - peaks[name].allocated for name, phase in planned.phases.items()}
-    if max(short.values()) > 0:
-        # Storages that belong to no layer and grow with depth: DDP's buckets, ZeRO's partitions.
-        changes = list(add_unlayered_storage(changes, short))
-        peaks = replayed(changes)
-    least, most = (max(getattr(phase, kind) for phase in peaks.values()) for kind in ("allocated", "reserved"))
-    upper = most
-    if least <= room < most:
-        with suppress(NoMemory):
-            replayed(changes, room)
-            upper = room
-    upper += sum(planned.outside.values())
-    return dataclasses.replace(planned, reserved=(least, most), upper=upper, changes=changes)
 
 
 def _layout(request: TraceRequest) -> Layout:

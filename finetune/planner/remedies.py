@@ -310,7 +310,12 @@ def largest(
     if key == LENGTH:
         current = recipe.data.max_length
         most, scaling = int(config.get("max_position_embeddings") or 131_072), recipe.model.rope_scaling
-        values = _lengths(most if scaling is None else scaled_rope(config, scaling)[2])
+        most = most if scaling is None else scaled_rope(config, scaling)[2]
+        # 128 tokens apart up to 8,192, and from there on 64 to 128 steps for each doubling.
+        lengths, length = [], 0
+        while (length := length + max(128, 1 << max(0, length.bit_length() - 7))) <= most:
+            lengths.append(length)
+        values = lengths
     has_closed_form = unsupported(recipe, config, gpus) is None
     start = bisect_right(values, current) - 1
     best = last_fitting(values, gpus.memory, planned, estimated if has_closed_form else None, start)
@@ -325,14 +330,6 @@ def largest(
         facts |= {"granularity": following - values[best], "does_not_fit": f"{key}={following}"}
         facts["next_by"] = TRACE if following in plans else CLOSED_FORM
     return facts
-
-
-def _lengths(most: int) -> list[int]:
-    """Row lengths to try: 128 tokens apart up to 8,192, and from there on 64 to 128 steps for each doubling."""
-    lengths, length = [], 0
-    while (length := length + max(128, 1 << max(0, length.bit_length() - 7))) <= most:
-        lengths.append(length)
-    return lengths
 
 
 def _larger_by(

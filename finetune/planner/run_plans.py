@@ -22,6 +22,7 @@ from finetune.closed_form.constants import STEP_PHASES
 from finetune.errors import FinetuneError
 from finetune.files import read_lines, write_json
 from finetune.launch.plan_request import PlanRequest, ask_planner
+from finetune.library_errors import library_errors, words_of
 from finetune.measure.units import GIB
 from finetune.model.known_configs import planned_config
 from finetune.output_stream import one_line
@@ -30,7 +31,6 @@ from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import MOST_RECORD_BYTES, is_as_written, require_run_folder
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.wording import counted
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def audit(runs: Sequence[Path], note: Callable[[str], None]) -> tuple[dict[str, 
     rows: list[AuditRow] = []
     unplanned: dict[str, str] = {}
     for run, receipt in receipts:
-        with in_one_line(partial(_not_a_run, run)):
+        with library_errors(partial(_not_a_run, run)):
             plan, why = plan_of_run(run, note)
             if plan is None:
                 unplanned[str(run)] = str(why)

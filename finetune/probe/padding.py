@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from finetune.generation.generate import GREEDY, answering, left_padded
+from finetune.library_errors import class_and_words
 from finetune.model.build import decoder_parts
 from finetune.probe.compare import kits_model
 from finetune.probe.documents import probe_documents
 from finetune.probe.small_model import SmallModel
 from finetune.recipe.schema import Recipe
-from finetune.untrusted.library_words import shortened
 
 # Tokens of each prompt: shorter and longer than a window. The padding of the others is no multiple of a chunk.
 PROMPT_LENGTHS = (5, 20, 13)
@@ -40,7 +40,7 @@ def compare_padded(recipe: Recipe, small: SmallModel, device: torch.device) -> d
         with answering(model):
             largest = _largest_difference(model, small, device)
     except Exception as error:  # of the model's own code, which may know no mask or no cache
-        return {"same": False, "difference": None, "reason": shortened(error)}
+        return {"same": False, "difference": None, "reason": class_and_words(error)}
     if not math.isfinite(largest):
         return {"same": False, "difference": None, "reason": "logits are not finite"}
     return {"same": largest <= SAME, "difference": largest, "reason": None}

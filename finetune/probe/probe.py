@@ -23,6 +23,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from finetune.base.location import folder_of, resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.library_errors import class_and_words, not_loaded
 from finetune.model.adapter_targets import describe_reach, reach
 from finetune.model.build import attention_name, decoder_parts, plain_structure, refuse_early
 from finetune.model.dtypes import dtype_name
@@ -30,7 +31,6 @@ from finetune.model.stored_structure import as_stored, refuse_files, stored_stru
 from finetune.output_stream import silenced
 from finetune.probe.remembered import one_at_a_time, precision_on, probe_key, recall, remember
 from finetune.recipe.schema import Recipe
-from finetune.untrusted.library_words import not_loaded, shortened
 from finetune.untrusted.model_folder import look_at_config
 
 if TYPE_CHECKING:
@@ -87,7 +87,9 @@ def probe(
             recipe = _on_this_machine(recipe, folder / "config")
         config = _configuration(recipe)
         compute = compute or precision_on(recipe, device)
-        key = probe_key(recipe, config, _files_with(recipe), device) + (f"-{dtype_name(compute)}" if compute else "")
+        # Code files of a model in a folder. On the Hub the configuration names the code's commit instead.
+        code = sorted(Path(recipe.model.name_or_path).glob("*.py")) if recipe.model.trust_remote_code else []
+        key = probe_key(recipe, config, code, device) + (f"-{dtype_name(compute)}" if compute else "")
         if known := recall(key):
             return _recalled(known)
         with one_at_a_time(key):
@@ -96,7 +98,12 @@ def probe(
             from finetune.probe.judge import ANYWHERE  # a remembered result needs none of what computes one
 
             if offline and device.type == "cpu" and attention_name(recipe) not in ANYWHERE:
-                return _not_here(recipe, device, key)
+                # The recipe's attention needs a GPU's kernels. Some facts are known here.
+                section = recipe.model.model_copy(update={"attention": "eager"})
+                _, facts = _whole_model(recipe.model_copy(update={"model": section}), device)
+                facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
+                remember(key, {"facts": facts})
+                return ProbeResult(facts)
             return _found_now(recipe, device, compute, folder / "model", key)
 
 
@@ -126,15 +133,6 @@ def _found_now(
     return ProbeResult(facts)
 
 
-def _not_here(recipe: Recipe, device: torch.device, key: str) -> ProbeResult:
-    """The facts that are known here, when the recipe's attention needs a GPU's kernels."""
-    section = recipe.model.model_copy(update={"attention": "eager"})
-    _, facts = _whole_model(recipe.model_copy(update={"model": section}), device)
-    facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
-    remember(key, {"facts": facts})
-    return ProbeResult(facts)
-
-
 def _judged(
     recipe: Recipe, base: PreTrainedModel, device: torch.device, compute: torch.dtype | None, folder: Path
 ) -> tuple[SmallModel, Judgement]:
@@ -153,7 +151,7 @@ def _judged(
             except Exception as error:  # sizes that do not go together: the next ones are larger
                 if isinstance(error, Differs) or type(error) is FinetuneError:
                     raise
-                reason = f"made small, {shortened(error)}"
+                reason = f"made small, {class_and_words(error)}"
     except CannotShrink as error:
         reason = reason or str(error)
     raise cannot_probe(type(base).__name__, reason)
@@ -176,7 +174,7 @@ def _whole_model(recipe: Recipe, device: torch.device) -> tuple[PreTrainedModel,
     except FinetuneError:
         raise
     except Exception as error:  # whatever the model's own code raises: the user gets one line
-        raise cannot_probe(recipe.model.name_or_path, shortened(error)) from error
+        raise cannot_probe(recipe.model.name_or_path, class_and_words(error)) from error
     facts = {"architecture": type(base).__name__, "device": device.type, "adapters": adapters}
     return base, facts | {"note": None, "precision": None, "bound": None, "found": {}, "padding": None}
 
@@ -205,16 +203,8 @@ def _configuration(recipe: Recipe) -> dict[str, Any]:
         raise not_loaded("configuration", section.name_or_path, error) from error
     except Exception as error:  # of code that came with the model, or of values that nobody foresaw
         if section.trust_remote_code:
-            raise cannot_probe(section.name_or_path, shortened(error)) from error
+            raise cannot_probe(section.name_or_path, class_and_words(error)) from error
         raise not_loaded("configuration", section.name_or_path, error) from error
-
-
-def _files_with(recipe: Recipe) -> list[Path]:
-    """Code files of a model in a folder. On the Hub the configuration names the code's commit instead."""
-    folder = Path(recipe.model.name_or_path)
-    if recipe.model.trust_remote_code and folder.is_dir():
-        return sorted(folder.glob("*.py"))
-    return []
 
 
 def _on_this_machine(recipe: Recipe, folder: Path) -> Recipe:

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from finetune.library_errors import class_and_words
 from finetune.model.stored_structure import NOT_OF_STRUCTURE
-from finetune.untrusted.library_words import shortened
 
 LARGEST_SMALL = 8_000_000  # parameters: 32 MB, and twice as much with gradients and the library's model
 
@@ -342,7 +342,7 @@ def small_models(model: PreTrainedModel, folder: Path) -> Iterator[SmallModel]:
                 small = model_class(config)
             draw_weights(small)
         except Exception as error:  # the model's own code raises anything when sizes do not fit together
-            reason = shortened(error)
+            reason = class_and_words(error)
             continue
         shutil.rmtree(folder, ignore_errors=True)
         small.save_pretrained(folder)

@@ -72,7 +72,13 @@ def meet(run_dir: Path, launch: Launch, phase: str, step: int) -> Meeting:
     problem = None
     if apart.get(launch.rank) == launch.rank:
         try:
-            own_lock = _own_folder(run_dir)
+            # This machine's own folder, without files of an earlier start.
+            run_dir.mkdir(parents=True, exist_ok=True)
+            own_lock = lock(run_dir / LOCK, wait_seconds=10.0)
+            for path in run_dir.iterdir():
+                if path.name != LOCK:
+                    remove_folder(path)
+            clear_heartbeats(run_dir)
         except OSError as error:
             problem = f"{run_dir}: this machine's own folder cannot be used: {error.strerror}"
     _refuse(ranks, problem)
@@ -107,17 +113,6 @@ def _may_be_shared(run_dir: Path, machine: str) -> bool:
     mounts = [part for part in psutil.disk_partitions(all=True) if Path(place).is_relative_to(part.mountpoint)]
     kind = max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else ""
     return kind not in OF_ONE_MACHINE
-
-
-def _own_folder(folder: Path) -> int:
-    """Make a machine's own folder, without what an earlier start left there. Returns its lock. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    held = lock(folder / LOCK, wait_seconds=10.0)
-    for path in folder.iterdir():
-        if path.name != LOCK:
-            remove_folder(path)
-    clear_heartbeats(folder)
-    return held
 
 
 def _refuse(ranks: Ranks, problem: str | None) -> None:

@@ -110,16 +110,13 @@ class NetworkHeartbeat:
                 *lines, rest = (self._unread[rank] + read).split(b"\n")
                 self._unread[rank] = rest[-MESSAGE_BYTES:]
                 for line in lines:
-                    self._understand(rank, line)
-
-    def _understand(self, rank: int, line: bytes) -> None:
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            message = json.loads(line)
-            record = heartbeat_of(message["heartbeat"])
-            if (record.rank, record.token) == (rank, self._token):
-                self._heard[rank] = record
-                if message["failure"] is not None:
-                    self.tell(message["failure"])
+                    with suppress(ValueError, TypeError, KeyError, RecursionError):
+                        message = json.loads(line)
+                        record = heartbeat_of(message["heartbeat"])
+                        if (record.rank, record.token) == (rank, self._token):
+                            self._heard[rank] = record
+                            if message["failure"] is not None:
+                                self.tell(message["failure"])
 
 
 def listen() -> socket.socket:

@@ -85,12 +85,6 @@ def _upper(value: Any) -> Any:
     return UNREADABLE
 
 
-def _one_class(value: Any) -> Any:
-    if isinstance(value, str) and "," not in value:
-        return value
-    return UNREADABLE
-
-
 def _as_it_is(value: Any) -> Any:
     return value
 
@@ -171,7 +165,8 @@ _FSDP: dict[str, AccelerateKey] = {
     ),
     "fsdp_auto_wrap_policy": AccelerateKey(_upper, works=("TRANSFORMER_BASED_WRAP",), drops=True),
     "fsdp_transformer_layer_cls_to_wrap": AccelerateKey(
-        _one_class, remedy="a unit is a decoder layer here; name its class alone, or remove the line"
+        lambda value: value if isinstance(value, str) and "," not in value else UNREADABLE,
+        remedy="a unit is a decoder layer here; name its class alone, or remove the line",
     ),
     **dict.fromkeys(("fsdp_min_num_params", "fsdp_ignored_modules"), _ABSENT),
     "fsdp_state_dict_type": AccelerateKey(_upper, works=("SHARDED_STATE_DICT",), drops=True),

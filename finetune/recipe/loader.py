@@ -17,8 +17,6 @@ from finetune.errors import Mistake, RecipeError
 from finetune.output_stream import printable
 from finetune.paths import RECIPES, SHIPPED, open_regular
 from finetune.recipe.adapter_config import folder_mistakes
-from finetune.recipe.foreign_keys import refuse_configuration_of_a_tool
-from finetune.recipe.mistakes import explain_mistake
 from finetune.recipe.mixed_precision import KEYS
 from finetune.recipe.resolved import LoadedRecipe, leaves
 from finetune.recipe.schema import Recipe
@@ -115,7 +113,11 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
         source.report(Mistake("yaml", (flaw.key,) if flaw.key else (), flaw.problem), flaw.place)
     value = source.parsed.value if isinstance(source.parsed.value, dict) else {}
     # Another tool's file would have a mistake in every line; one message names the command that converts it.
-    refuse_configuration_of_a_tool(file, value)
+    sections = (value.get("model"), value.get("data"))
+    if not (value.keys() <= Recipe.model_fields.keys() and all(isinstance(section, dict) for section in sections)):
+        from finetune.recipe.foreign_keys import refuse_configuration_of_a_tool
+
+        refuse_configuration_of_a_tool(file, value)
     for override in overrides:
         _override(source, value, override)
     if not isinstance(source.parsed.value, dict):
@@ -273,6 +275,8 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
     try:
         recipe = Recipe.model_validate(value)
     except ValidationError as error:
+        from finetune.recipe.mistakes import explain_mistake
+
         errors = error.errors(include_url=False, include_input=False)
         mistakes = explain_mistake(errors[: 2 * MAX_MISTAKES], value)
         source.unexplained = len(errors[2 * MAX_MISTAKES :])

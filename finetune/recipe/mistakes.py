@@ -224,7 +224,8 @@ def _recipe_path(error: ErrorDetails, value: Any) -> tuple[Path, list[_Branch]]:
     for index, part in enumerate(location):
         last_and_absent = index == len(location) - 1 and error["type"] == "missing"
         # pydantic names a union's branch directly after the union's own key.
-        if _is_union(path) and (not branches or branches[-1].depth < len(path)):
+        is_union = bool(path) and (dotted(tuple(path)) in EITHER or path[-1] in EITHER)
+        if is_union and (not branches or branches[-1].depth < len(path)):
             branches.append(_Branch(str(part), len(path)))
         elif isinstance(current, Mapping) and (part in current or last_and_absent):
             path.append(part)
@@ -255,10 +256,6 @@ def _value_at(value: Any, path: Path) -> Any:
         else:
             return None
     return value
-
-
-def _is_union(path: Sequence[str | int]) -> bool:
-    return bool(path) and (dotted(tuple(path)) in EITHER or path[-1] in EITHER)
 
 
 def _either(path: Path) -> Either:

@@ -18,6 +18,17 @@ from finetune.recipe.schema import Recipe
 
 SCHEMA_FILE = PACKAGE / "recipe.schema.json"
 REFERENCE_FILE = CHECKOUT / "docs" / "recipe.md"
+# Each key that `auto` is a value of, and the one function that decides it.
+AUTO = {
+    "model.dtype": "training.start.choose_formats",
+    "model.attention": "model.build.attention_name",
+    "data.train[].format": "data.layout.layout_of",
+    "training.per_device_batch_size": "closed_form.recomputation.choose_recomputation",
+    "training.mixed_precision": "training.start.choose_formats",
+    "training.activation_checkpointing": "closed_form.recomputation.choose_recomputation",
+    "training.compile": "architecture.compiled.layers.compile_as_asked",
+    "training.resume": "run_folder.folder.claim_run_folder",
+}
 BOUND_SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -61,7 +72,10 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
                 text = yaml.safe_dump(properties[name]["default"], default_flow_style=True, width=10**6)
                 text = text.removesuffix("\n").removesuffix("...").strip().replace("|", "\\|")
             default = f"`{text}`"
-        yield f"| `{name}` | {_takes(properties[name])} | {default} | {info.description} |"
+        meaning = info.description
+        if place := AUTO.get(f"{prefix}.{name}"):
+            meaning = f"{meaning} `auto` is decided by `{place}`."
+        yield f"| `{name}` | {_takes(properties[name])} | {default} | {meaning} |"
     yield ""
     for name, inner in section_models(model):
         yield from _sections(inner, f"{prefix}.{name}" if prefix else name)

@@ -162,6 +162,35 @@ def refuses_new_rows(recipe: Recipe, strategy: Strategy) -> str | None:
     )
 
 
+def ranks_problem(recipe: Recipe, strategy: Strategy, ranks: int, per_node: int, machines: str = "") -> str | None:
+    """The reason, with a remedy, why so many ranks cannot train the recipe; None if they can.
+
+    `launch` asks for the machines that it is given, and each rank for its own launch. `machines` says them in words.
+    """
+    place, machines = f"accelerate_config: {strategy.name}", machines or counted(ranks, "process", "processes")
+    if not strategy.distributed and ranks > 1:
+        return f"{place} runs one process, {machines} are {ranks}; set accelerate_config=ddp, or start one process"
+    if strategy.needs_ranks and ranks == 1:
+        return (
+            f"{place} runs on several processes, {machines} are one; set accelerate_config=single, or start more: "
+            "`finetune train` with budget.gpus=2, or `accelerate launch --num_processes 2`"
+        )
+    copies = strategy.replica_count(ranks, per_node)
+    if strategy.replicates and not strategy.can_replicate(ranks, per_node):
+        return (
+            f"{place} shards within a node and repeats between nodes, {machines} make {copies} such copies; take "
+            "several nodes of several GPUs, set parallelism_config_dp_replicate_size, or take accelerate_config=fsdp2"
+        )
+    shards = strategy.section("parallelism_config").get("parallelism_config_dp_shard_size")
+    if shards is not None and shards * copies != ranks:
+        return (
+            f"accelerate_config: {strategy.path}: parallelism_config_dp_shard_size is {shards}, but {ranks} ranks in "
+            f"{counted(copies, 'copy', 'copies')} are {ranks // copies} each; launch {shards * copies}, or remove the "
+            "line"
+        )
+    return stages_problem(recipe, strategy, ranks)
+
+
 def stages_problem(recipe: Recipe, strategy: Strategy, ranks: int) -> str | None:
     """The reason, with a remedy, why these ranks cannot train as pipelines; None if they can.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from finetune.data.sources import resolve
+from finetune.files import json_lines
 from finetune.launch.watched_job import with_two_copies
 from finetune.paths import SHIPPED
 from finetune.recipe.optimizers import OPTIMIZERS
@@ -120,25 +121,22 @@ def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) ->
         note = "accelerate_config: two copies, each sharded over half of the processes; else a copy is a node"
         yield RecipeChange({"accelerate_config": str(with_two_copies(strategy, folder))}, note)
     if "nvme" in strategy.offload_devices.values():
-        yield from _nvme(strategy, strategy.section("deepspeed_config"), folder)
+        # NVMe offload writes to the rehearsal's own folder.
+        section = strategy.section("deepspeed_config")
+        paths = [key for key in section if key.endswith("_nvme_path")]
+        settings = {}
+        if paths:
+            config = folder / f"{strategy.name}.yaml"
+            others = {key: value for key, value in section.items() if key not in paths}
+            config.write_text(yaml.safe_dump(strategy.settings | {"deepspeed_config": others}), "utf-8")
+            settings = {"accelerate_config": str(config)}
+        yield RecipeChange(
+            settings, "accelerate_config: what is kept on NVMe is in the temporary folder, on whatever disk that is"
+        )
     if budget.gpus and not recipe.training.deterministic:
         yield RecipeChange({}, RESUMES_ON_A_GPU)
     if recipe.training.non_blocking and budget.gpus:
         yield RecipeChange({}, "training.non_blocking: no pinned memory, no copies ahead; a CPU has nothing to copy to")
-
-
-def _nvme(strategy: Strategy, section: Mapping[str, Any], folder: Path) -> Iterator[RecipeChange]:
-    """NVMe offload writes to the rehearsal's own folder."""
-    paths = [key for key in section if key.endswith("_nvme_path")]
-    settings = {}
-    if paths:
-        config = folder / f"{strategy.name}.yaml"
-        others = {key: value for key, value in section.items() if key not in paths}
-        config.write_text(yaml.safe_dump(strategy.settings | {"deepspeed_config": others}), "utf-8")
-        settings = {"accelerate_config": str(config)}
-    yield RecipeChange(
-        settings, "accelerate_config: what is kept on NVMe is in the temporary folder, on whatever disk that is"
-    )
 
 
 def _model(recipe: Recipe, model: Shrunk) -> Iterator[RecipeChange]:
@@ -221,7 +219,7 @@ def sample_preferences(layout: Literal["preference", "kto"], folder: Path, index
             wanted = number % 2 == 0
             rows.append({"prompt": prompt, "completion": [answer if wanted else other], "label": wanted})
     file = folder / f"sample_{layout}_{index}.jsonl"
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    file.write_text(json_lines(rows), "utf-8")
     return file
 
 

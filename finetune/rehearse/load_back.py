@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.recipe.schema import Lora, Recipe
+from finetune.recipe.schema import Recipe
 from finetune.wording import counted
 
 
@@ -27,7 +27,14 @@ def load_back(recipe: Recipe, run_dir: Path) -> str:
         raise FinetuneError(f"{folder}: {checkpoint}")
     trained = read_checkpoint(checkpoint)[0]["model"]
     if recipe.lora is not None:
-        _same_settings(recipe.lora, run_dir / "adapter" / "adapter_config.json")
+        # With other settings than the recipe's, the filled model would have a wrong scale as well.
+        file = run_dir / "adapter" / "adapter_config.json"
+        stated = json.loads(file.read_text("utf-8"))
+        for key in ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
+            if stated[key] != getattr(recipe.lora, key):
+                raise FinetuneError(
+                    f"export: {file.name}: {key} is {stated[key]}, the recipe says {getattr(recipe.lora, key)}"
+                )
     base, tuned, expected = _models(recipe, run_dir)
     dtype = None if recipe.lora else getattr(torch, recipe.model.dtype)
     named = dict(tuned.named_parameters(remove_duplicate=False))
@@ -77,14 +84,6 @@ def _models(recipe: Recipe, run_dir: Path) -> tuple[Any, Any, Any]:
         tuned = PeftModel.from_pretrained(plain_base(), adapter)
         filled = get_peft_model(plain_base(), LoraConfig.from_pretrained(str(adapter)))
     return base, tuned, filled
-
-
-def _same_settings(lora: Lora, file: Path) -> None:
-    """Compare the adapter's settings with the recipe's: the filled model would have a wrong scale as well."""
-    stated = json.loads(file.read_text("utf-8"))
-    for key in ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
-        if stated[key] != getattr(lora, key):
-            raise FinetuneError(f"export: {file.name}: {key} is {stated[key]}, the recipe says {getattr(lora, key)}")
 
 
 def _same(exported: Any, trained: Any, dtype: Any) -> bool:

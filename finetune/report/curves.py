@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.library_errors import library_errors
 from finetune.measure.units import GIB, PHASES
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.sections.preferences import is_own_reference
 from finetune.report.pictures import Chart, Series, smoothed
 from finetune.run_folder.facts import RunFacts, read_run, require_run_folder
-from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.wording import metric_in_words
 
 # Title, key of a training line, factor.
@@ -81,7 +81,7 @@ def _read_checked(folder: Path, name: str, plan_of: Callable[[Path], Mapping[str
     facts = read_run(folder, recipe_from_resolved(folder / "recipe.yaml"))
     run = ReportedRun(name, folder, facts, plan_of(folder) or {})
     # Compute every figure once, so that a damaged file is one line here and no traceback while the page is drawn.
-    with in_one_line(lambda error: FinetuneError(f"{folder}: its files are not those of a run: {words_of(error)}")):
+    with library_errors(f"{folder}: its files are not those of a run"):
         for figures_of in (summary, phase_peaks, planned_peaks):
             figures_of(run)
         run.facts.missing()
@@ -150,7 +150,7 @@ def _smoothed(run: ReportedRun, key: str, factor: float = 1.0) -> tuple[list[tup
 
 def reward_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     """The charts of runs on preferences; each is empty where no run has its values."""
-    charts = [measured_chart(runs, *each) for each in PREFERENCE_CURVES]
+    charts = [measured_chart(runs, *row) for row in PREFERENCE_CURVES]
     by_token = any("logp_chosen_by_token" in line for run in runs for line in run.facts.trained())
     for title, keys in (REWARDS, LOGP_BY_TOKEN if by_token else LOGPS):
         if len(runs) == 1:
@@ -199,7 +199,7 @@ def reliability_chart(run: ReportedRun) -> Chart:
     figures = run.facts.evaluated.get("options", {})
     series = [
         Series(
-            name, [(100 * each["probability"], 100 * each["right"]["mean"]) for each in figures[name]["curve"]], True
+            name, [(100 * point["probability"], 100 * point["right"]["mean"]) for point in figures[name]["curve"]], True
         )
         for name in ("base", "tuned")
         if figures
@@ -244,7 +244,7 @@ def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
     charts.append(score_chart(runs))
     if len(runs) == 1:
         charts.append(reliability_chart(runs[0]))
-    charts += [curve(runs, *each) for each in CURVES]
+    charts += [curve(runs, *row) for row in CURVES]
     charts.append(memory_curve(runs))
     return [chart for chart in charts if chart.shown]
 
@@ -252,7 +252,7 @@ def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
 def phase_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Peak memory of each phase, planned and measured, as bars."""
     planned, measured = [planned_peaks(run) for run in runs], [phase_peaks(run) for run in runs]
-    phases = [phase for phase in PHASES if any(phase in each for each in (*planned, *measured))]
+    phases = [phase for phase in PHASES if any(phase in times for times in (*planned, *measured))]
     series = []
     for index, run in enumerate(runs):
         prefix = f"{run.name}, " if len(runs) > 1 else ""

@@ -16,7 +16,7 @@ from finetune.data.chat import Chat, Content, Judged, Pair, documents_in
 from finetune.data.rows import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import DataError
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.schema import Data, DataSet, Recipe
 from finetune.tokens.cache import StoredDocuments, are_alike
 from finetune.tokens.dataset import Prepared, prepare
@@ -193,11 +193,11 @@ def _shown(place: str, example: Content, documents: Sequence[Document], texts: T
         label = "wanted" if example.desirable else "unwanted"
     if isinstance(example, Pair):
         # Both begin with the same prompt. A character of several tokens may end it, and then belongs to the answers.
-        start = min(next(index for index, piece in enumerate(each) if piece.learned) for each in tokens)
+        start = min(next(index for index, piece in enumerate(answer) if piece.learned) for answer in tokens)
         shown = tokens[0][:start]
         answers = [
-            ShownAnswer(name, each[start:], count)
-            for name, each, count in zip(("chosen", "rejected"), tokens, supervised, strict=True)
+            ShownAnswer(name, answer[start:], count)
+            for name, answer, count in zip(("chosen", "rejected"), tokens, supervised, strict=True)
         ]
     count = sum(len(document.labels) for document in documents)
     return ShownRow(place, _roles_of(example), shown, count, sum(supervised), tuple(answers), label)

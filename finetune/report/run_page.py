@@ -108,10 +108,10 @@ def report(runs: Sequence[ReportedRun]) -> str:
 
 def _objectives_that_differ(runs: Sequence[ReportedRun]) -> Iterator[str]:
     """A line that the losses of these runs are not to be compared: another beta or loss_type scales them."""
-    recipes = [run.facts.recipe for run in runs]
-    if all(recipe.preferences == recipes[0].preferences for recipe in recipes):
+    sections = [run.facts.recipe.preferences for run in runs]
+    if all(section == sections[0] for section in sections):
         return
-    words = ["supervised" if each.preferences is None else objective_in_words(each.preferences) for each in recipes]
+    words = ["supervised" if section is None else objective_in_words(section) for section in sections]
     told = "; ".join(f"{run.name}: {objective}" for run, objective in zip(runs, words, strict=True))
     yield f"The objectives differ, so the losses do not compare. {told}."
 
@@ -142,6 +142,14 @@ def _values_of_single(run: ReportedRun) -> dict[str, Any]:
     missing, wins = facts.missing(), _wins_and_losses(run)
     shown = {row["prompt"] for _, rows in wins for row in rows}
     prompts = [(prompt, lines) for prompt, lines in _first_prompts(run) if prompt not in shown]
+    # The receipt's values by their section, without those that say nothing.
+    receipt = {key: value for key, value in run.facts.receipt.items() if key != "memory"}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for path, value in leaves(receipt, lists="none"):
+        if value in (None, "", {}, []):
+            continue
+        group = str(path[0]) if len(path) > 1 else "the run"
+        groups.setdefault(group, []).append((dotted(path[1:] or path), _cell(value)))
     return {
         "title": f"Run {run.name}",
         "lead": lead,
@@ -149,7 +157,7 @@ def _values_of_single(run: ReportedRun) -> dict[str, Any]:
         "missing": [*([missing] if missing else []), *_warnings(run)],
         "process": process,
         "answers": [("", prompts)] if prompts else [],
-        "receipt": _receipt(run),
+        "receipt": dict(sorted(groups.items(), key=lambda pair: pair[0] != "the run")),
         "told": _told(run),
         "scores": score_rows(facts),
         "wins": wins,
@@ -250,20 +258,8 @@ def _wins_and_losses(run: ReportedRun) -> list[tuple[str, list[Any]]]:
         base, tuned = pairs[0]
         if isinstance(base, int | float) and isinstance(tuned, int | float) and base != tuned:
             (better if tuned > base else worse).append(row)
-    found = [(f"Higher {metric} than before", better), (f"Lower {metric} than before", worse)]
-    return [(f"{name}: {counted(len(rows), 'answer')}", rows[:PAGE_WINS]) for name, rows in found if rows]
-
-
-def _receipt(run: ReportedRun) -> dict[str, list[tuple[str, str]]]:
-    """The receipt's values by their section, without those that say nothing."""
-    receipt = {key: value for key, value in run.facts.receipt.items() if key != "memory"}
-    groups: dict[str, list[tuple[str, str]]] = {}
-    for path, value in leaves(receipt, lists="none"):
-        if value in (None, "", {}, []):
-            continue
-        group = str(path[0]) if len(path) > 1 else "the run"
-        groups.setdefault(group, []).append((dotted(path[1:] or path), _cell(value)))
-    return dict(sorted(groups.items(), key=lambda pair: pair[0] != "the run"))
+    groups = [(f"Higher {metric} than before", better), (f"Lower {metric} than before", worse)]
+    return [(f"{name}: {counted(len(rows), 'answer')}", rows[:PAGE_WINS]) for name, rows in groups if rows]
 
 
 def _cell(value: Any) -> str:

@@ -66,11 +66,14 @@ class Trackers:
         if not self._recipe.report_to:
             return
         folder = Path(self._recipe.run_dir)
-        run = _TrackedRun(folder, first_step, _saved_identities(folder) if first_step else {})
+        identities: dict[str, str] = {}
+        if first_step and (folder / IDENTITIES).is_file():
+            identities = json.loads((folder / IDENTITIES).read_text("utf-8"))
+        run = _TrackedRun(folder, first_step, identities)
         settings = dict(tracked_settings(self._recipe.model_dump(mode="json")))
         for name in self._recipe.report_to:
             with self._guarded(name):
-                self._open[name] = tracker = _open_tracker(name, run)
+                self._open[name] = tracker = _TRACKERS[name](run)
                 if not first_step:
                     tracker.accelerate.store_init_configuration(settings)
         write_json(folder / IDENTITIES, run.identities)
@@ -125,13 +128,6 @@ def metric_values(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in line.items():
         if key not in NO_METRICS and isinstance(value, (int, float)) and not isinstance(value, bool):
             yield f"{line['kind']}/{key}", float(value)
-
-
-def _saved_identities(folder: Path) -> dict[str, str]:
-    file = folder / IDENTITIES
-    if file.is_file():
-        return dict(json.loads(file.read_text("utf-8")))
-    return {}
 
 
 class _TensorBoard:
@@ -243,15 +239,6 @@ class _MLflow:
 
 
 _Tracker = _TensorBoard | _Trackio | _Wandb | _MLflow
-
-
-def _open_tracker(name: Tracker, run: _TrackedRun) -> _Tracker:
-    match name:
-        case "tensorboard":
-            return _TensorBoard(run)
-        case "trackio":
-            return _Trackio(run)
-        case "wandb":
-            return _Wandb(run)
-        case "mlflow":
-            return _MLflow(run)
+_TRACKERS: dict[Tracker, type[_Tracker]] = {
+    "tensorboard": _TensorBoard, "trackio": _Trackio, "wandb": _Wandb, "mlflow": _MLflow
+}  # fmt: skip

@@ -27,7 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finetune.errors import EnvironmentMismatch, FinetuneError, NotFinite
-from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, sync, write_json
+from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder, sync, write_json
+from finetune.library_errors import library_errors, words_of
 from finetune.model.dtypes import dtype_name
 from finetune.output_stream import one_line
 from finetune.paths import open_regular
@@ -35,7 +36,6 @@ from finetune.run_folder.tensor_checks import first_not_finite, not_finite
 from finetune.run_folder.train_state import state_problem
 from finetune.strategies.pieces import Piece, Ranks, Stored, covers, piece_to_write
 from finetune.untrusted.json_files import kind_of_value, read_object
-from finetune.untrusted.library_words import words_of
 from finetune.untrusted.model_folder import is_plain_name
 from finetune.untrusted.safetensors_header import TensorFacts, read_header
 
@@ -211,7 +211,7 @@ def write_pieces(
     #   rank 0: make the temporary folder
     #   all:    write own pieces there. Machines that do not see it write into their own folder, and send them
     #   rank 0: write state and manifest, then rename the folder to its final name
-    with disk_errors(folder, "earlier checkpoints are intact; "):
+    with library_errors(writing=folder, kept="earlier checkpoints are intact; "):
         try:
             if not act_on_every_rank(ranks, temporary, prepare)[0]:
                 written = act_on_every_rank(ranks, temporary, lambda: _write_own(temporary, pieces, ranks))
@@ -223,7 +223,7 @@ def write_pieces(
             if is_rank_0:
                 remove_folder(temporary)  # a full disk gets its space back
             raise
-    with disk_errors(folder.parent, f"the checkpoint of step {step} is complete; "):
+    with library_errors(writing=folder.parent, kept=f"the checkpoint of step {step} is complete; "):
         prune = partial(_prune, run_dir, step, keep, best)
         act_on_every_rank(ranks, temporary, prune if is_rank_0 else _do_nothing)
     return folder

@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -209,48 +209,63 @@ def _is_free(key: str) -> bool:
     return any(key == free or key.startswith((f"{free}.", f"{free}[")) for free in FREE_TO_CHANGE)
 
 
+@dataclass(frozen=True)
+class LockedFolder:
+    """A run folder that no other process writes to. The caller may put a run from a storage there, then claims it."""
+
+    run_dir: Path
+    lock: int  # descriptor
+    is_new: bool  # made for this lock
+
+    def give_up(self) -> None:
+        """Unlock it, and remove a new one that nothing was put into."""
+        os.close(self.lock)
+        if self.is_new:
+            with suppress(OSError):
+                (self.run_dir / LOCK).unlink()
+                self.run_dir.rmdir()
+
+
+def lock_run_folder(run_dir: Path, *, wait_seconds: float = 10.0) -> LockedFolder:
+    """Lock the folder, made if missing. Only rank 0 calls it, and `claim_run_folder` next.
+
+    Args:
+        wait_seconds: The longest wait for a process that is still saving.
+
+    Raises FinetuneError: another process trains here; the folder is not a run's; its file system lacks something.
+    """
+    _refuse_foreign(run_dir)
+    refuse_other_kinds(run_dir, OWN_FILES)
+    is_new = not run_dir.exists()
+    locked = LockedFolder(run_dir, _lock(run_dir, wait_seconds), is_new)
+    try:
+        refuse_mount(run_dir)
+    except BaseException:
+        locked.give_up()
+        raise
+    return locked
+
+
 def claim_run_folder(
-    run_dir: Path,
+    folder: LockedFolder,
     *,
     resume: Literal["auto", "never"],
     identity: RunIdentity,
     command: str,
     asked: Asked | None = None,
-    bring: Callable[[], None] | None = None,
-    wait_seconds: float = 10.0,
 ) -> Claim:
-    """Lock the folder for this process's life and decide where the run starts. Only rank 0 calls it.
+    """Decide where the run in a locked folder starts. The lock stays for this process's life.
 
     Afterwards the folder's state is `running`, temporary files are deleted, and metrics end exactly at the checkpoint.
 
     Args:
-        run_dir: Made if missing.
         resume: never: an existing run is renamed to `<run_dir>.previous-N`. Nothing is deleted.
         command: The command that continues the run.
         asked: The recipe's length. A finished run is resumed if it is shorter and otherwise equal.
-        bring: Called once the folder is locked, before it is read: it may put a run from a storage there.
-        wait_seconds: The longest wait for a process that is still saving.
 
-    Raises:
-        FinetuneError: another process trains here; the folder is not a run's; its run has another identity; all its
-            checkpoints are damaged.
+    Raises FinetuneError, and unlocks the folder: its run has another identity; all its checkpoints are damaged.
     """
-    _refuse_foreign(run_dir)
-    refuse_other_kinds(run_dir, OWN_FILES)
-    is_new = not run_dir.exists()
-    locked = _lock(run_dir, wait_seconds)
-    notes: list[str] = []
-    try:
-        refuse_mount(run_dir)
-        if bring is not None:
-            bring()
-    except BaseException:
-        os.close(locked)
-        if is_new:
-            with suppress(OSError):  # something was put there already
-                (run_dir / LOCK).unlink()
-                run_dir.rmdir()
-        raise
+    run_dir, locked, notes = folder.run_dir, folder.lock, list[str]()
     previous = read_state(run_dir)
     if previous is not None and resume == "never":
         place, number = run_dir.resolve(), 1  # of a link, the folder behind it: the new run goes there too
@@ -268,7 +283,7 @@ def claim_run_folder(
         sync(place.parent)
         notes.append(f"{run_dir}: resume is never: the run that was there is now {renamed}")
         os.close(locked)  # the lock went with the renamed folder
-        locked, previous = _lock(run_dir, wait_seconds), None
+        locked, previous = _lock(run_dir), None
     try:
         status, checkpoint, damaged = _start(run_dir, previous, identity, asked)
         if status == "finished":
@@ -349,7 +364,7 @@ def _refuse_foreign(run_dir: Path) -> None:
         raise FinetuneError(f"{run_dir}: output_dir holds other files ({names}) and no run; choose another output_dir")
 
 
-def _lock(run_dir: Path, wait_seconds: float) -> int:
+def _lock(run_dir: Path, wait_seconds: float = 10.0) -> int:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if _of_another_user(run_dir) is not None:

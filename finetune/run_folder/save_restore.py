@@ -16,15 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from finetune.base.identity import BASE_CONTENT, base_identity, recorded_base
 from finetune.base.location import base_file, own_end_tokens, published_name
 from finetune.errors import FinetuneError, NotFinite
-from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
+from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder, write_json
 from finetune.generation.generate import stop_on, without_penalties
+from finetune.library_errors import library_errors
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
 from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.adapter_config import WEIGHTS
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.run_folder.background import Saves
-from finetune.run_folder.base_parts import add_untrained, buffers_of_base, save_tokenizer, write_model_settings
 from finetune.run_folder.checkpoint import (
     Checkpoint,
     act_on_every_rank,
@@ -40,7 +40,6 @@ from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import Ranks, all_ranks, reshard
 from finetune.tokens.conversation import read_conversation
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.safetensors_header import add_metadata
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def on_every_machine(folder: Path, ranks: Ranks) -> Iterator[None]:
         if ranks.rank in receivers:
             publish_folder(temporary, folder)
 
-    with disk_errors(folder, "the checkpoint is intact on rank 0's machine; "):
+    with library_errors(writing=folder, kept="the checkpoint is intact on rank 0's machine; "):
         sizes = act_on_every_rank(ranks, folder, list_files)[0]
         act_on_every_rank(ranks, folder, bring)
     yield
@@ -119,7 +118,7 @@ def restore(recipe: Recipe, parts: Assembled, step: int, ranks: Ranks) -> TrainS
     folder, is_copy = step_folder(Path(recipe.run_dir), step), ranks.rank in ranks.apart
     with (
         on_every_machine(folder, ranks),
-        in_one_line(lambda error: FinetuneError(f"{folder}: cannot be resumed from: {words_of(error)}")),
+        library_errors(f"{folder}: cannot be resumed from"),
     ):
         return TrainState.from_json(fill_from(parts, folder, hashes=is_copy))
 
@@ -266,6 +265,8 @@ def export_adapter(
             weight file's metadata, where readers of adapters look for nothing.
         settings: generation_config.json for engines that answer with the adapter; None: the base's holds.
     """
+    from finetune.run_folder.base_parts import save_tokenizer
+
     config = model.peft_config["default"]
     config.base_model_name_or_path, config.revision = base, rests_on.get("commit")
     whole_names = names_in_whole(decoder_parts(model))
@@ -310,6 +311,7 @@ def export_model(
         section: The base, whose spelling of all settings stays, and whose untrained tensors are copied; None: the
             library's spelling.
     """
+    from finetune.run_folder.base_parts import add_untrained, buffers_of_base, save_tokenizer, write_model_settings
 
     def write(folder: Path) -> None:
         buffers = {} if section is None else buffers_of_base(section, model)
@@ -329,7 +331,7 @@ def _publish(target: Path, write: Callable[[Path], None]) -> Path:
     # The result appears under its name when all files are complete and synced.
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
     remove_folder(temporary)  # from a process that was killed during an export
-    with disk_errors(target, "checkpoints are intact; "):
+    with library_errors(writing=target, kept="checkpoints are intact; "):
         try:
             write(temporary)
             publish_folder(temporary, target)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from finetune.library_errors import words_of
 from finetune.measure.metrics import StepRecord, Window
-from finetune.untrusted.library_words import words_of
 
 
 def state_problem(saved: Mapping[str, Any]) -> str | None:

@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.library_errors import class_and_words
 from finetune.output_stream import one_line
 
 UserFunction = Callable[[str, str, Mapping[str, Any]], Any]
 ROUNDING = 1e-6  # of a score: ten times 0.1 is 0.9999999999999999, and float32 writes 0.7 as 0.69999999
-
-
-def _in_words(error: BaseException) -> str:
-    text = one_line(str(error)[:400], 200)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def load_function(text: str) -> UserFunction:
@@ -37,7 +33,7 @@ def load_function(text: str) -> UserFunction:
     try:
         spec.loader.exec_module(module)
     except BaseException as error:  # any mistake in the user's file
-        raise FinetuneError(f"--scorer {text}: the file fails: {_in_words(error)}") from error
+        raise FinetuneError(f"--scorer {text}: the file fails: {class_and_words(error, 200)}") from error
     function: UserFunction | None = getattr(module, name, None)
     if not callable(function):
         raise FinetuneError(f"--scorer {text}: {path} has no function {name}")
@@ -53,7 +49,7 @@ def call_function(function: UserFunction, answer: str, reference: str, row: Mapp
         right = isinstance(score, bool | int | float) and math.isfinite(score) and 0 <= score <= 1 + ROUNDING
         shown = "" if right else repr(score)
     except BaseException as error:  # any mistake in the user's function
-        raise ValueError(f"the function raised {_in_words(error)}") from error
+        raise ValueError(f"the function raised {class_and_words(error, 200)}") from error
     if not right:
         raise ValueError(f"the function returned {one_line(shown[:400], 80)}; return a number from 0 to 1, or a bool")
     return min(1.0, float(score))

@@ -37,7 +37,13 @@ class MeanInterval:
 def interval(scores: Sequence[float]) -> MeanInterval:
     """The mean of scores from 0 to 1, and its interval."""
     if set(scores) <= {0.0, 1.0} or len(set(scores)) == 1:
-        return _wilson(sum(scores), len(scores))
+        right = sum(scores)
+        count = len(scores)
+        share, z = right / count, NormalDist().inv_cdf((1 + LEVEL) / 2)
+        scale = 1 + z**2 / count
+        middle = (share + z**2 / (2 * count)) / scale
+        half = z / scale * (share * (1 - share) / count + z**2 / (4 * count**2)) ** 0.5
+        return MeanInterval(share, max(0.0, middle - half), min(1.0, middle + half))
     return _bootstrap(scores)
 
 
@@ -54,14 +60,6 @@ def paired_interval(before: Sequence[float], after: Sequence[float]) -> MeanInte
         above = math.hypot(second.high - second.mean, first.mean - first.low)
         return MeanInterval(mean, max(-1.0, mean - below), min(1.0, mean + above))
     return _bootstrap(np.subtract(after, before).tolist())
-
-
-def _wilson(right: float, count: int) -> MeanInterval:
-    share, z = right / count, NormalDist().inv_cdf((1 + LEVEL) / 2)
-    scale = 1 + z**2 / count
-    middle = (share + z**2 / (2 * count)) / scale
-    half = z / scale * (share * (1 - share) / count + z**2 / (4 * count**2)) ** 0.5
-    return MeanInterval(share, max(0.0, middle - half), min(1.0, middle + half))
 
 
 def _bootstrap(scores: Sequence[float]) -> MeanInterval:

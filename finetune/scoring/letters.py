@@ -28,8 +28,8 @@ def read_references(references: Iterable[str]) -> tuple[str, str]:
     the labels that may stand before them.
     """
     tidied = [_tidy(boxed(text) or text) for text in references]
-    found = {regex.escape(match["label"].strip()) for text in tidied for match in _LABEL.finditer(text)}
-    labels = "|".join([_ENGLISH, *(rf"{label} ?:" for label in sorted(found))])
+    names = {regex.escape(match["label"].strip()) for text in tidied for match in _LABEL.finditer(text)}
+    labels = "|".join([_ENGLISH, *(rf"{label} ?:" for label in sorted(names))])
     named = [letter for text in tidied if (letter := chosen_letter(text, ALL, labels))]
     return ALL[: max(ALL.index(max(named, default="A")) + 1, len(LEAST_LETTERS))], labels
 

@@ -106,19 +106,23 @@ def options_among(answers: Mapping[str, int]) -> list[str]:
 
 def unread(answers: Sequence[str], scores: Sequence[float]) -> dict[str, Any]:
     """How many answers were not read, the first of them, and why the first failed in a function of the user's own."""
-    found = [
-        (texts.without_thoughts(each), score.why)
-        for each, score in zip(answers, scores, strict=True)
+    not_read = [
+        (texts.without_thoughts(answer), score.why)
+        for answer, score in zip(answers, scores, strict=True)
         if isinstance(score, Unread)
     ]
-    examples = [one_line(text[:400], 80) for text, _ in found[:MOST_SHOWN]]
-    return {"count": len(found), "examples": examples, **({"why": found[0][1]} if found and found[0][1] else {})}
+    examples = [one_line(text[:400], 80) for text, _ in not_read[:MOST_SHOWN]]
+    return {
+        "count": len(not_read),
+        "examples": examples,
+        **({"why": not_read[0][1]} if not_read and not_read[0][1] else {}),
+    }
 
 
-def unread_in_words(found: Mapping[str, Any]) -> str:
+def unread_in_words(figures: Mapping[str, Any]) -> str:
     """unread: 12 (scored 0), as 'forty-two', '3/4', 'I do not know'"""
-    why = f"; the first: {found['why']}" if "why" in found else ""
-    return f"unread: {found['count']:,} (scored 0), as {', '.join(map(repr, found['examples']))}{why}"
+    why = f"; the first: {figures['why']}" if "why" in figures else ""
+    return f"unread: {figures['count']:,} (scored 0), as {', '.join(map(repr, figures['examples']))}{why}"
 
 
 def _one(metric: Metric, answered: str, expected: str, item: Scored, shown: Any) -> float | ValueError | None:

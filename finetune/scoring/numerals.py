@@ -74,7 +74,9 @@ def unified(text: str) -> str:
     text = _SUPERSCRIPT.sub(lambda match: "^" + match[0], text)
     text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text)
     text = unicodedata.normalize("NFKC", text).translate(_SAME)
-    return "".join(str(unicodedata.decimal(each)) if each > "\x7f" and each.isdecimal() else each for each in text)
+    return "".join(
+        str(unicodedata.decimal(letter)) if letter > "\x7f" and letter.isdecimal() else letter for letter in text
+    )
 
 
 def boxed(text: str) -> str | None:
@@ -108,7 +110,7 @@ def decimal_mark(texts: Iterable[str]) -> str | None:
     marks = set()
     for text in texts:
         for plain in (piece[0] for piece in _pieces(text)[1] if _PLAIN.fullmatch(piece[0])):
-            signs = [each for each in plain if each in ".,"]
+            signs = [mark for mark in plain if mark in ".,"]
             if not signs or (len(plain) == len(signs) + sum(map(str.isdigit, plain)) and _two_ways(plain)):
                 continue
             repeated = signs.count(signs[-1]) > 1
@@ -120,8 +122,13 @@ def _two_ways(plain: str) -> bool:
     return re.fullmatch(r"[1-9]\d{0,2}[.,]\d{3}", plain) is not None
 
 
-def _decimal(plain: str, mark: str | None) -> Fraction:
-    """A numeral without signs and operators. Raises Unclear."""
+def _value(text: str, piece: regex.Match[str], mark: str | None) -> Fraction:
+    """The number that a piece is. Raises Unclear."""
+    before, after = text[max(0, piece.start() - 40) : piece.start()], text[piece.end() : piece.end() + 40]
+    if len(piece[0]) > LONGEST_NUMERAL or not _PLAIN.fullmatch(piece[0]) or _UNCLEAR_AFTER.match(after):
+        raise Unclear(f"{piece[0][:40]} is no number")
+    # A numeral without signs and operators.
+    plain = piece[0]
     head, tail = plain, ""
     marks = re.findall(r"[.,٫]", plain)
     if _two_ways(plain):
@@ -133,15 +140,7 @@ def _decimal(plain: str, mark: str | None) -> Fraction:
         head, tail = plain[: plain.rindex(marks[-1])], plain[plain.rindex(marks[-1]) + 1 :]
     if not (head.isdigit() or _WESTERN.fullmatch(head) or _INDIAN.fullmatch(head) or (tail and not head)):
         raise Unclear(f"{plain} is no number")
-    return Fraction(f"{re.sub(r'[^0-9]', '', head) or 0}.{tail or 0}")
-
-
-def _value(text: str, piece: regex.Match[str], mark: str | None) -> Fraction:
-    """The number that a piece is. Raises Unclear."""
-    before, after = text[max(0, piece.start() - 40) : piece.start()], text[piece.end() : piece.end() + 40]
-    if len(piece[0]) > LONGEST_NUMERAL or not _PLAIN.fullmatch(piece[0]) or _UNCLEAR_AFTER.match(after):
-        raise Unclear(f"{piece[0][:40]} is no number")
-    value = _decimal(piece[0], mark)
+    value = Fraction(f"{re.sub(r'[^0-9]', '', head) or 0}.{tail or 0}")
     signs = _BEFORE.search(before)
     assert signs is not None
     sign, left = signs["sign"], before[: signs.start()]
@@ -150,8 +149,8 @@ def _value(text: str, piece: regex.Match[str], mark: str | None) -> Fraction:
         raise Unclear(f"{before[-8:]}{piece[0][:40]} is no number")
     if sign is not None:
         # A minus apart from its digits may be a dash or a list's mark. It is a sign at the start and after = : (
-        apart = signs["gap"] and left.strip(" ") and not regex.search(r"[=:(,≈→;][^\S\n]*$", left)
-        if sign == "±" or apart or regex.search(r"[\p{Latin}\p{Cyrillic}\p{Greek}\p{N})\]%]$", left):
+        is_separate = signs["gap"] and left.strip(" ") and not regex.search(r"[=:(,≈→;][^\S\n]*$", left)
+        if sign == "±" or is_separate or regex.search(r"[\p{Latin}\p{Cyrillic}\p{Greek}\p{N})\]%]$", left):
             raise Unclear(f"{sign} before {piece[0][:40]} may be a sign or a dash")
     return -value if (sign == "-") != (signs["inner"] == "-") else value
 

@@ -34,17 +34,17 @@ _SQL_WORDS = re.compile(
 
 
 def queries_in(text: str) -> list[str]:
-    """What may be the query of an answer; the first one that SQLite can read is it.
+    """Candidates for an answer's query; the first one that SQLite can read is it.
 
     The first ``` block that begins with SELECT, WITH or VALUES; or a query from the first of these words, or from one
     that begins a line or follows a colon. It ends at a semicolon, or before a paragraph that is no SQL.
     """
     blocks = [block for block in _FENCED.findall(text) if _START.match(_uncommented(block))]
     code = _uncommented(blocks[0] if blocks else text)
-    found: list[str] = []
+    queries: list[str] = []
     for match in [*_START.finditer(code)][:MOST_QUERY_STARTS]:
         before = code[: match.start()].rstrip(' \t*"')
-        if found and before and not before.endswith((":", "`", "\n\n", ".\n", ":\n")):
+        if queries and before and not before.endswith((":", "`", "\n\n", ".\n", ":\n")):
             continue
         if re.search(r"(?i)\bexplain(?:\s+query\s+plan)?\s*$", before):
             break  # its rows are SQLite's plan
@@ -53,11 +53,11 @@ def queries_in(text: str) -> list[str]:
         for end in re.finditer(r"\n\s*\n|$(?!\n)|\n(?=[A-Z][^=<>()*;]*[.:!](?:\s|$))|`", query):
             rest = query[end.end() :].lstrip()
             if not rest or not _SQL_WORDS.match(rest):
-                found.append(_without_outer_parentheses(query[: end.start()].strip()))
-        found.sort(key=len, reverse=True)
+                queries.append(_without_outer_parentheses(query[: end.start()].strip()))
+        queries.sort(key=len, reverse=True)
         if match.start() == 0 or blocks:
             break
-    return found
+    return queries
 
 
 def _uncommented(code: str) -> str:

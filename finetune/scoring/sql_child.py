@@ -37,7 +37,7 @@ FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_
 
 
 def authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
-    """What a query may do: read tables, and call functions that touch no file."""
+    """Let a query read tables, and call functions that touch no file."""
     if action == sqlite3.SQLITE_FUNCTION and str(second).lower() in FORBIDDEN_FUNCTIONS:
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_OK if action in ALLOWED else sqlite3.SQLITE_DENY
@@ -46,7 +46,7 @@ def authorize(action: int, first: str | None, second: str | None, database: str 
 def authorize_setup(
     action: int, first: str | None, second: str | None, database: str | None, trigger: str | None
 ) -> int:
-    """What the statements that make a database may do: everything inside it, and nothing with other files."""
+    """Let the statements that make a database do everything inside it, and nothing with other files."""
     if action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH):
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_DENY if str(second).lower() in FORBIDDEN_FUNCTIONS else sqlite3.SQLITE_OK
@@ -58,7 +58,19 @@ def opened(job: dict[str, Any], seconds: float) -> sqlite3.Connection:
     memory.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_VALUE_BYTES)
     memory.text_factory = lambda value: value.decode("utf-8", "surrogateescape")
     if job["file"] is not None:
-        memory.deserialize(database_bytes(job["file"]))
+        # A database file's bytes.
+        path = job["file"]
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError("is no regular file")
+            if os.fstat(descriptor).st_size > MOST_DATABASE_BYTES:
+                raise ValueError(f"is larger than {MOST_DATABASE_BYTES / 2**20:,.0f} MiB")
+            content = bytearray(file.read(MOST_DATABASE_BYTES))
+        if os.path.exists(path + "-wal") and os.path.getsize(path + "-wal"):
+            raise ValueError("has changes in a -wal file beside it; run: PRAGMA wal_checkpoint(TRUNCATE)")
+        content[18:20] = b"\1\1"  # a journal of its own, not a -wal file, which a database in memory cannot have
+        memory.deserialize(bytes(content))
     memory.set_authorizer(authorize_setup)
     end = time.monotonic() + 5 * seconds
     memory.set_progress_handler(lambda: int(time.monotonic() > end), STEPS_BETWEEN_CHECKS)
@@ -67,21 +79,6 @@ def opened(job: dict[str, Any], seconds: float) -> sqlite3.Connection:
     memory.commit()
     memory.execute("select count(*) from sqlite_schema").fetchall()  # a damaged file fails here
     return memory
-
-
-def database_bytes(path: str) -> bytes:
-    """A database file's bytes. Raises OSError or ValueError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("is no regular file")
-        if os.fstat(descriptor).st_size > MOST_DATABASE_BYTES:
-            raise ValueError(f"is larger than {MOST_DATABASE_BYTES / 2**20:,.0f} MiB")
-        content = bytearray(file.read(MOST_DATABASE_BYTES))
-    if os.path.exists(path + "-wal") and os.path.getsize(path + "-wal"):
-        raise ValueError("has changes in a -wal file beside it; run: PRAGMA wal_checkpoint(TRUNCATE)")
-    content[18:20] = b"\1\1"  # a journal of its own, not a -wal file, which a database in memory cannot have
-    return bytes(content)
 
 
 def rows_of(database: sqlite3.Connection, query: str, seconds: float) -> list[tuple[Any, ...]]:
@@ -135,8 +132,8 @@ def groups_of(
     try:
         columns = len(database.execute(query).description)
         ups, downs = (
-            rows_of(database, head + "\n" + "".join(f", {n + 1} {way}" for n in range(columns)), seconds)
-            for way in ("asc", "desc")
+            rows_of(database, head + "\n" + "".join(f", {n + 1} {direction}" for n in range(columns)), seconds)
+            for direction in ("asc", "desc")
         )
     except (sqlite3.Error, ValueError, MemoryError, OverflowError):
         return None
@@ -157,9 +154,9 @@ def groups_of(
 def score(database: sqlite3.Connection, job: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The job's score, or why its reference has no rows."""
     kinds = (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError, OverflowError)
-    problems = [readable(database, each[0]) for each in job["reference"]]
+    problems = [readable(database, query[0]) for query in job["reference"]]
     query, order, limit = next(
-        (each for each, bad in zip(job["reference"], problems, strict=True) if bad is None), job["reference"][0]
+        (query for query, bad in zip(job["reference"], problems, strict=True) if bad is None), job["reference"][0]
     )
     try:
         expected = rows_of(database, query, seconds)
@@ -169,7 +166,7 @@ def score(database: sqlite3.Connection, job: dict[str, Any], seconds: float) -> 
     if order is not None and not (limit is not None and any(mark in query[limit:].lower() for mark in (",", "offset"))):
         groups = groups_of(database, query, order, limit, seconds)
     print('["answer"]', flush=True)
-    answer = next((each for each in job["answer"] if readable(database, each) is None), None)
+    answer = next((query for query in job["answer"] if readable(database, query) is None), None)
     if answer is None:
         return {"score": 0}
     try:

@@ -53,7 +53,7 @@ def parsed_json(text: str) -> Any:
     try:
         return _loads(text)
     except ValueError:
-        found = None
+        parsed = None
         for number, fence in enumerate(_FENCE.finditer(text)):
             if number == MOST_CALLS:
                 break
@@ -63,10 +63,10 @@ def parsed_json(text: str) -> Any:
             except _FAILURES:
                 continue
             if not text[end:].strip() or text[end:].lstrip().startswith(fence[1]):
-                found = (value,)
-        if found is None:
+                parsed = (value,)
+        if parsed is None:
             raise
-        return found[0]
+        return parsed[0]
 
 
 def is_object(text: str) -> bool:
@@ -108,14 +108,14 @@ def _leaves(value: Any, path: str = "", depth: int = 0) -> dict[str, Any]:
         raise ValueError("nested too deeply")
     inner: Iterator[tuple[str, Any]] | None = None
     if isinstance(value, dict) and value:
-        inner = ((f"{path}.{json.dumps(key)}", each) for key, each in value.items())
+        inner = ((f"{path}.{json.dumps(key)}", child) for key, child in value.items())
     elif isinstance(value, list) and value:
-        inner = ((f"{path}[{index}]", each) for index, each in enumerate(value))
+        inner = ((f"{path}[{index}]", child) for index, child in enumerate(value))
     if inner is None:
         return {path: value}
     leaves: dict[str, Any] = {}
-    for each_path, each in inner:
-        leaves |= _leaves(each, each_path, depth + 1)
+    for child_path, child in inner:
+        leaves |= _leaves(child, child_path, depth + 1)
     return leaves
 
 
@@ -230,10 +230,10 @@ def tool_call(answer: str, reference: str) -> float | None:
     if len(given) != len(expected):
         return 0.0
     for name, arguments in given:
-        equal = (each for each in expected if each[0] == name and same_arguments(arguments, each[1]))
-        if (found := next(equal, None)) is None:
+        equal = (call for call in expected if call[0] == name and same_arguments(arguments, call[1]))
+        if (match := next(equal, None)) is None:
             return 0.0
-        expected.remove(found)
+        expected.remove(match)
     return 1.0
 
 

@@ -98,33 +98,33 @@ def normalized_match(answer: str, reference: str) -> float:
 
 def contains(answer: str, reference: str) -> float:
     """1 if the reference's words follow one another in the answer. Scripts without spaces have no ends of words."""
-    wanted, text = normalized(reference), normalized(answer)
-    if not wanted:
+    words, text = normalized(reference), normalized(answer)
+    if not words:
         raise ValueError("the reference is empty; write an answer")
-    return float(any(_whole_words(text, wanted, at) for at in _places(text, wanted)))
+    return float(any(_whole_words(text, words, at) for at in _places(text, words)))
 
 
-def _places(text: str, wanted: str) -> Iterator[int]:
-    at = text.find(wanted)
+def _places(text: str, words: str) -> Iterator[int]:
+    at = text.find(words)
     while at >= 0:
         yield at
-        at = text.find(wanted, at + 1)
+        at = text.find(words, at + 1)
 
 
-def _whole_words(text: str, wanted: str, at: int) -> bool:
+def _whole_words(text: str, words: str, at: int) -> bool:
     """Whether no word and no number goes on beyond the place."""
-    end = at + len(wanted)
+    end = at + len(words)
     before, after = text[:at][-2:], text[end : end + 2]
-    if before and _goes_on(before[-1], wanted[0]):
+    if before and _goes_on(before[-1], words[0]):
         return False
-    if wanted[0].isdigit() and before and (before[-1] == "-" or (before[-1] in ".,/" and before[0].isdigit())):
+    if words[0].isdigit() and before and (before[-1] == "-" or (before[-1] in ".,/" and before[0].isdigit())):
         return False
-    if wanted[-1].isdigit() and after[:1] and after[0] in ".,/" and after[1:].isdigit():
+    if words[-1].isdigit() and after[:1] and after[0] in ".,/" and after[1:].isdigit():
         return False
-    if wanted[-1].isalpha() and _GRADED.match(after):
+    if words[-1].isalpha() and _GRADED.match(after):
         return False
     # A particle follows a Korean word without a space.
-    return not (after and _goes_on(wanted[-1], after[0]) and not regex.match(r"\p{Hangul}", wanted[-1]))
+    return not (after and _goes_on(words[-1], after[0]) and not regex.match(r"\p{Hangul}", words[-1]))
 
 
 def _goes_on(first: str, second: str) -> bool:

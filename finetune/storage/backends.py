@@ -197,12 +197,12 @@ class ObjectStorage:
 
     def names(self) -> list[str]:
         try:
-            found = self._system.ls(self._root, detail=False)
+            entries = self._system.ls(self._root, detail=False)
         except FileNotFoundError as error:
             if NO_BUCKET.search(str(error)):  # no place to begin a run in
                 raise
             return []
-        return sorted({path.rstrip("/").rpartition("/")[2] for path in found})
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in entries})
 
     def read(self, path: str) -> bytes:
         return cast("bytes", self._system.cat_file(f"{self._root}/{path}"))
@@ -261,16 +261,16 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
     if isinstance(error, FileNotFoundError | NotADirectoryError) and not in_folder:
         return FinetuneError(f"{url}: is not there ({reason}); make the bucket first, or correct its name"), False
     if isinstance(storage, HubBranch | HubBucket):
-        found = classify_error(error)
-        if found is None:
+        hub_error = classify_error(error)
+        if hub_error is None:
             return EnvironmentMismatch(f"{url}: {reason}; report this"), False
-        text = hide_secrets(f"{url}: {one_line(found.reason, 300)}", known_secrets())
-        if found.status != 429 and FULL_BUCKET.search(found.reason.lower()):
+        text = hide_secrets(f"{url}: {one_line(hub_error.reason, 300)}", known_secrets())
+        if hub_error.status != 429 and FULL_BUCKET.search(hub_error.reason.lower()):
             return FinetuneError(f"{text}; free some space there, or raise its quota"), False
-        remedy = "try again later" if found.transient else "check the token's rights (hf auth login) and the name"
-        if isinstance(storage, HubBucket) and found.status == 404:
+        remedy = "try again later" if hub_error.transient else "check the token's rights (hf auth login) and the name"
+        if isinstance(storage, HubBucket) and hub_error.status == 404:
             remedy = f"make the bucket first (hf buckets create {storage.bucket} --private), or correct its name"
-        return EnvironmentMismatch(f"{text}; {remedy}"), found.transient
+        return EnvironmentMismatch(f"{text}; {remedy}"), hub_error.transient
     if number in (errno.ENOSPC, errno.EDQUOT) or FULL_BUCKET.search(str(error).lower()):
         return FinetuneError(f"{url}: is full ({reason}); free some space there, or raise its quota"), False
     if in_folder:

@@ -37,7 +37,7 @@ from finetune.storage.backends import WHEN_REQUIRED, Storage, explain, read_smal
 
 RENEW_SECONDS = 10.0
 WATCH_SECONDS = 45.0  # a renewal may wait for a slow network; a start after a clean end does not watch
-SETTLE_SECONDS = 5.0  # without conditional writes: from a look to the write after it, as of another start
+SETTLE_SECONDS = 5.0  # without conditional writes: longest time between another start's list and its write
 KEPT_ENTRIES = 50  # an owner that slept for more looks at the newest entry too
 CLOSE_SECONDS = 10.0
 ATTEMPTS, FIRST_WAIT_SECONDS = 3, 2.0
@@ -108,9 +108,9 @@ def _entry(storage: Storage, number: int) -> Entry:
     try:
         value = json.loads(content)
         checkpoints = tuple(
-            Saved(int(each["step"]), str(each["folder"]), dict(each["files"])) for each in value["checkpoints"]
+            Saved(int(item["step"]), str(item["folder"]), dict(item["files"])) for item in value["checkpoints"]
         )
-        found = Entry(
+        entry = Entry(
             number,
             int(value["owner"]),
             one_line(value["by"], 120),  # it reaches the terminal
@@ -120,22 +120,22 @@ def _entry(storage: Storage, number: int) -> Entry:
             str(value["token"]),
             tuple(map(str, value.get("gone", ()))),  # absent in entries of release 1.0.0
         )
-        names = [*found.records, *(name for saved in checkpoints for name in saved.files)]
-        folders = [found.records_folder or "00000000", *(saved.folder for saved in checkpoints)]
+        names = [*entry.records, *(name for saved in checkpoints for name in saved.files)]
+        folders = [entry.records_folder or "00000000", *(saved.folder for saved in checkpoints)]
         if not all(re.fullmatch(r"[\w-][\w.-]*", name) for name in names):
             raise ValueError("a file's name")
         if not all(re.fullmatch(r"[0-9]{8}", folder) for folder in folders):
             raise ValueError("a folder's name")
-        numbers = [*found.records.values(), *(size for saved in checkpoints for size in saved.files.values())]
+        numbers = [*entry.records.values(), *(size for saved in checkpoints for size in saved.files.values())]
         if not all(type(size) is int and size >= 0 for size in [*numbers, *(saved.step for saved in checkpoints)]):
             raise ValueError("a size, or a step")
-        if not all(_LISTED.fullmatch(name) for name in found.gone):
+        if not all(_LISTED.fullmatch(name) for name in entry.gone):
             raise ValueError("a name to delete")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         remedy = WHEN_REQUIRED if b"x-amz-checksum" in content else _OTHER_PREFIX  # a store that keeps it in the object
         place = f"{storage.url}/{entry_name(number)}"
         raise FinetuneError(f"{place}: is not what a run writes ({one_line(error, 80)}); {remedy}") from None
-    return found
+    return entry
 
 
 def attempt(storage: Storage, work: Callable[[], Any], pause: Callable[[float], None] = time.sleep) -> Any:
@@ -167,11 +167,9 @@ class Lease:
         files: Mapping[str, Path | bytes],
         checkpoints: Sequence[Saved],
         records: Mapping[str, int],
-        *,
-        new_folder: str,
     ) -> None:
-        """Add one entry: first its files (path below `new_folder` -> content), then the entry, then delete what no
-        entry needs any more. `checkpoints` are all that the storage holds afterwards, `new_folder` is `next_folder`.
+        """Add one entry: first its files (path below `next_folder` -> content), then the entry, then delete what no
+        entry needs any more. `checkpoints` are all that the storage holds afterwards.
 
         Raises FinetuneError if another start has taken the run; then nothing of this refers to any file.
         """
@@ -180,14 +178,13 @@ class Lease:
             number=self.entry.number + 1,
             checkpoints=tuple(sorted(checkpoints, key=lambda saved: saved.step)),
             records=dict(records),
-            records_folder=new_folder,
+            records_folder=self.next_folder,
             token=os.urandom(8).hex(),
         )
-        assert new_folder == self.next_folder
         entry = replace(entry, gone=self._not_needed(entry))
         self.storage.begin()
         for path, source in files.items():
-            self.storage.put(f"{new_folder}/{path}", source)
+            self.storage.put(f"{entry.records_folder}/{path}", source)
         if self.storage.in_one_commit:
             self.storage.remove(entry.gone)
         # An entry that is there already is this one if its answer was lost on the way. Else it is a newer owner's.
@@ -218,9 +215,9 @@ class Lease:
     def _newest(self) -> Entry | None:
         newest = newest_entry(self.storage)
         if newest is not None and newest.number > self.entry.number and newest.owner != self.entry.owner:
-            by = f" ({newest.by})" if newest.by else ""
+            writer = f" ({newest.by})" if newest.by else ""
             self.lost = (
-                f"{self.storage.url}: another start has taken over this run{by}; this one ends, and its later "
+                f"{self.storage.url}: another start has taken over this run{writer}; this one ends, and its later "
                 f"checkpoints are in its own folder alone; stop one of the two, or {_OTHER_PREFIX}"
             )
         if self.lost is not None:
@@ -288,8 +285,10 @@ def take_lease(storage: Storage, before: Entry | None, log: Callable[[str], None
     if before is not None and storage.is_shared and not read_lease(storage, before).get("closed"):
         _watch(storage, before, log)
     number = 1 if before is None else before.number + 1
-    by = f"process {os.getpid()} on {socket.gethostname()}" if storage.is_shared else ""
-    entry = replace(before or Entry(number, number, by), number=number, owner=number, by=by, token=os.urandom(8).hex())
+    writer = f"process {os.getpid()} on {socket.gethostname()}" if storage.is_shared else ""
+    entry = replace(
+        before or Entry(number, number, writer), number=number, owner=number, by=writer, token=os.urandom(8).hex()
+    )
     if before is None:
         attempt(storage, lambda: check_empty(storage))
     else:
@@ -339,5 +338,5 @@ def _watch(storage: Storage, entry: Entry, log: Callable[[str], None]) -> None:
 
 
 def _in_use(storage: Storage, entry: Entry | None, doing: str) -> FinetuneError:
-    by = entry.by if entry is not None and entry.by else "another start"
-    return FinetuneError(f"{storage.url}: {by} {doing}; wait for it, stop it, or {_OTHER_PREFIX}")
+    writer = entry.by if entry is not None and entry.by else "another start"
+    return FinetuneError(f"{storage.url}: {writer} {doing}; wait for it, stop it, or {_OTHER_PREFIX}")

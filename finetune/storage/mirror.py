@@ -97,11 +97,12 @@ class Mirror:
             if self._next is not None:
                 # The newer checkpoint replaces the one that still waits.
                 self._log(f"{self._key}: step {self._next[0]} is replaced by the next one and is not sent")
-                self._unstage()
+                with suppress(FileNotFoundError):
+                    remove_folder(self._staged)
             on_storage = {saved.step for saved in self._lease.entry.checkpoints}
-            for each in {step, best} - {None}:
-                if each == step or each not in on_storage:
-                    self._stage(step, each)  # type: ignore[arg-type]  # not None
+            for saved_step in {step, best} - {None}:
+                if saved_step == step or saved_step not in on_storage:
+                    self._stage(step, saved_step)  # type: ignore[arg-type]  # not None
             self._next = step, best
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="checkpoints to the storage", daemon=True)
@@ -138,7 +139,7 @@ class Mirror:
 
         def send() -> None:
             self._lease.refresh()
-            self._lease.publish(records, self._lease.entry.checkpoints, sizes, new_folder=self._lease.next_folder)
+            self._lease.publish(records, self._lease.entry.checkpoints, sizes)
 
         self._try("the last records were", send)
         self._lease.close()
@@ -175,7 +176,7 @@ class Mirror:
             files |= {f"checkpoints/{checkpoint.name}/{path.name}": path for path in paths}
             number = int(checkpoint.name.removeprefix("step-"))
             new[number] = Saved(number, folder, {path.name: path.stat().st_size for path in paths})
-        # Later ones were passed over when this run started, so they are damaged.
+        # Checkpoints after `step` were found damaged at the start.
         earlier = {saved.step: saved for saved in self._lease.entry.checkpoints if saved.step < step}
         steps = sorted({**earlier, **new})
         kept = {*steps[-self._keep :], *({best} & set(steps))}
@@ -184,7 +185,6 @@ class Mirror:
             {**files, **records},
             [({**earlier, **new})[number] for number in kept],  # type: ignore[index]  # a step
             {name: _size(content) for name, content in records.items()},
-            new_folder=folder,
         )
 
     def _records(self) -> dict[str, Path | bytes]:
@@ -229,14 +229,10 @@ class Mirror:
     def _staged(self) -> Path:
         return self._run_dir / f"{TEMPORARY_PREFIX}staged"
 
-    def _unstage(self) -> None:
-        with suppress(FileNotFoundError):
-            remove_folder(self._staged)
-
-    def _stage(self, step: int, each: int) -> None:
+    def _stage(self, step: int, saved_step: int) -> None:
         """Keep the files while they are sent, even if the checkpoint is pruned. Hard links take no space."""
-        source = step_folder(self._run_dir, each)
-        if each != step and not source.is_dir():  # the best one, of a run whose folder lost it
+        source = step_folder(self._run_dir, saved_step)
+        if saved_step != step and not source.is_dir():  # the best one, of a run whose folder lost it
             return
         target = self._staged / source.name
         target.mkdir(parents=True, exist_ok=True)

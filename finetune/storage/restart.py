@@ -89,7 +89,7 @@ def take_over(
 ) -> Mirror | None:
     """Own the run on the storage, and bring its newest checkpoint into the run folder if that has none as new.
 
-    Returns the mirror; None if the recipe names no storage. Only rank 0 calls it, before `claim_run_folder`.
+    Returns the mirror; None if the recipe names no storage. Only rank 0 calls it, with the run folder locked.
 
     Raises FinetuneError: another run, or another process's, is there; a damaged one; the storage cannot be used.
     """
@@ -151,15 +151,15 @@ def _bring(
     log: Callable[[str], None],
 ) -> None:
     """Fetch the newest complete checkpoint, the best one and the records, unless the folder's own are as new."""
-    there = {saved.step: saved for saved in entry.checkpoints}
+    stored = {saved.step: saved for saved in entry.checkpoints}
     here = max(checkpoint_steps(run_dir), default=0)
-    if here >= max(there) or ((run_dir / STATE).exists() and read_state(run_dir)["state"] == "finished"):  # type: ignore[index]
+    if here >= max(stored) or ((run_dir / STATE).exists() and read_state(run_dir)["state"] == "finished"):  # type: ignore[index]
         return
     staging = run_dir / f"{TEMPORARY_PREFIX}storage"
     damaged: list[str] = []
 
     def fetch_step(step: int) -> Checkpoint | None:
-        saved, folder = there[step], staging / f"step-{step:08d}"
+        saved, folder = stored[step], staging / f"step-{step:08d}"
         remove_folder(folder)
         folder.mkdir(parents=True)
         problem: Checkpoint | str
@@ -179,14 +179,14 @@ def _bring(
         return None
 
     try:
-        found = next(filter(None, (fetch_step(step) for step in sorted(there, reverse=True) if step > here)), None)
-        if found is None and here == 0:
+        newest = next(filter(None, (fetch_step(step) for step in sorted(stored, reverse=True) if step > here)), None)
+        if newest is None and here == 0:
             raise FinetuneError("\n".join([*damaged, f"{storage.url}: none of its checkpoints is complete; delete it"]))
-        if found is None:
+        if newest is None:
             return
-        best = read_state_of(found).get("best_step") if exports_best else None
-        steps = [found.step]
-        if best in there and best != found.step and best not in checkpoint_steps(run_dir) and fetch_step(best):
+        best = read_state_of(newest).get("best_step") if exports_best else None
+        steps = [newest.step]
+        if best in stored and best != newest.step and best not in checkpoint_steps(run_dir) and fetch_step(best):
             steps.append(best)
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         for step in steps:
@@ -196,6 +196,6 @@ def _bring(
         (staging / STATE).write_text(json.dumps(state), "utf-8")
         for path in sorted(staging.iterdir(), key=lambda path: path.name == STATE):
             os.replace(path, run_dir / path.name)
-        log(f"{storage.url}: the checkpoint of step {found.step} is in {run_dir} now")
+        log(f"{storage.url}: the checkpoint of step {newest.step} is in {run_dir} now")
     finally:
         remove_folder(staging)

@@ -19,8 +19,8 @@ from finetune.storage.restart import fetch_records
 def stored_status(url: str) -> RunStatus:
     """The status of the run on a storage, as of its last save. Raises FinetuneError: no run is there."""
     url = storage_address(url)
-    if (found := storage_problem(url)) is not None:
-        raise FinetuneError(f"{one_line(url, 200)} {found[0]}; {found[1]}")
+    if (problem := storage_problem(url)) is not None:
+        raise FinetuneError(f"{one_line(url, 200)} {problem[0]}; {problem[1]}")
     storage = open_storage(url)
     with tempfile.TemporaryDirectory() as name:
         return attempt(storage, lambda: _read(storage, Path(name)))  # type: ignore[no-any-return]

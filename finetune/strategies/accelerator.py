@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from finetune.model.optimizer import check_optimizer
 from finetune.paths import from_here
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, KIND_OF_TYPE, Strategy, read_strategy, strategy_of
-from finetune.recipe.strategy_fit import stages_problem, unfit
+from finetune.recipe.strategy_fit import ranks_problem, unfit
 from finetune.strategies.packages import check_packages
 from finetune.wording import counted
 
@@ -49,19 +50,35 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
         launched = read_strategy(str(config), strict=False)
         _check_same_strategy(recipe, strategy, launched, launch)
         requested = launched.num_processes if requested is None else requested
-    check_has_gpu(recipe, launch)
+    on_cpu = _computes_on_cpu(launch)
+    for check in machine_checks(recipe, strategy, launch, on_cpu=on_cpu).values():
+        check()
     check_world(recipe, launch, requested)
-    _right_number_of_processes(recipe, strategy, launch)
-    shards = strategy.section("parallelism_config").get("parallelism_config_dp_shard_size")
-    copies = strategy.replica_count(launch.world_size, launch.local_world_size)
-    if shards is not None and shards * copies != launch.world_size:
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.path}: parallelism_config_dp_shard_size is {shards}, but "
-            f"{launch.world_size} ranks in {counted(copies, 'copy', 'copies')} are "
-            f"{launch.world_size // copies} each; launch {shards * copies}, or remove the line"
-        )
-    _supported_here(recipe, strategy, launch)
+    if problem := ranks_problem(recipe, strategy, launch.world_size, launch.local_world_size):
+        raise EnvironmentMismatch(problem)
+    if strategy.uses_engine:
+        from finetune.strategies.zero_requirements import compile_engine
+
+        compile_engine(strategy, on_cpu=on_cpu)
+    if not on_cpu:
+        from finetune.strategies.gpu_needs import check_gpus
+
+        check_gpus(recipe, launch)
     return strategy
+
+
+def machine_checks(
+    recipe: Recipe, strategy: Strategy, launch: Launch, *, on_cpu: bool
+) -> dict[str, Callable[[], None]]:
+    """What a machine may lack for a recipe, however it is launched: the start makes these checks, and so does `doctor`.
+
+    Each raises EnvironmentMismatch.
+    """
+    return {
+        "devices": partial(check_has_gpu, recipe, launch),
+        "packages": partial(check_packages, recipe, strategy),
+        "strategy": partial(check_combination, recipe, strategy, on_cpu=on_cpu),
+    }
 
 
 def launch_notes(launch: Launch, strategy: Strategy | None = None) -> list[str]:
@@ -125,21 +142,6 @@ def _options_for(recipe: Recipe, strategy: Strategy, launch: Launch) -> str:
     return f"--config_file {strategy.path} --num_processes {ranks}"
 
 
-def _right_number_of_processes(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
-    if not strategy.distributed and launch.world_size > 1:
-        raise EnvironmentMismatch(
-            f"accelerate_config: single runs one process, the launcher started {launch.world_size}; "
-            "set accelerate_config=ddp, or launch with --num_processes 1"
-        )
-    if strategy.needs_ranks and launch.world_size == 1:
-        processes = max(2, recipe.budget.gpus * recipe.budget.nodes)
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.name} runs on several processes, the launcher started one; start it by "
-            f"`finetune train`, or by `accelerate launch --multi_gpu --num_processes {processes}`, on a CPU with "
-            f"`--config_file {from_here(CONFIG_FOLDER / 'cpu_2proc.yaml')}`, or set accelerate_config=single"
-        )
-
-
 def check_has_gpu(recipe: Recipe, launch: Launch) -> None:
     """Refuse a machine without a GPU for a recipe that is made for GPUs. Raises EnvironmentMismatch."""
     if recipe.budget.gpus and not torch.cuda.is_available() and not launch.on_cpu:
@@ -148,20 +150,16 @@ def check_has_gpu(recipe: Recipe, launch: Launch) -> None:
 
         if reason := why_torch_sees_no_gpu():
             raise EnvironmentMismatch(f"budget: {reason}; or train on this CPU with budget.gpus=0")
+        missing, name = "", recipe.model.name_or_path
+        if not weights_are_here(name, recipe.model.revision):
+            remedy = f"`hf download {name}`; if gated, first `hf auth login`"
+            missing = f", nor the weights of {name} in its cache ({remedy})"
         raise EnvironmentMismatch(
             f"budget: the recipe is made for {counted(budget.gpus * budget.nodes, 'GPU')} of "
-            f"{budget.gpu_memory_gb:g} GB, this machine has none{_weights_missing(recipe)}; run it where they are, see "
+            f"{budget.gpu_memory_gb:g} GB, this machine has none{missing}; run it where they are, see "
             f"all of it work here, small, with `{shlex.join(['finetune', 'rehearse', launch.recipe])}`, or train on "
             "this CPU with budget.gpus=0"
         )
-
-
-def _weights_missing(recipe: Recipe) -> str:
-    """The clause that the weights are not on this machine either; empty where they are."""
-    name, revision = recipe.model.name_or_path, recipe.model.revision
-    if weights_are_here(name, revision):
-        return ""
-    return f", nor the weights of {name} in its cache (`hf download {name}`; if gated, first `hf auth login`)"
 
 
 def device_of(launch: Launch) -> torch.device:
@@ -173,22 +171,6 @@ def device_of(launch: Launch) -> torch.device:
 
 def _computes_on_cpu(launch: Launch) -> bool:
     return launch.on_cpu or not torch.cuda.is_available()
-
-
-def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
-    on_cpu = _computes_on_cpu(launch)
-    check_packages(recipe, strategy)
-    check_combination(recipe, strategy, on_cpu=on_cpu)
-    if problem := stages_problem(recipe, strategy, launch.world_size):
-        raise EnvironmentMismatch(problem)
-    if strategy.uses_engine:
-        from finetune.strategies.zero_requirements import compile_engine
-
-        compile_engine(strategy, on_cpu=on_cpu)
-    if not on_cpu:
-        from finetune.strategies.gpu_needs import check_gpus
-
-        check_gpus(recipe, launch)
 
 
 def check_combination(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
@@ -218,8 +200,8 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         for key, value in ALONE.items():
             os.environ.setdefault(key, value)
     if strategy.shards_modules and on_cpu:
-        # accelerate 1.15 turns only MULTI_GPU and similar types into FSDP (accelerate/state.py), and would silently use
-        # DDP on gloo ranks. tests/proofs/test_strategies.py checks the sharded storage.
+        # Make Accelerate accept an FSDP plugin on gloo ranks. Version 1.15 turns only MULTI_GPU and similar types into
+        # FSDP (accelerate/state.py), and would silently use DDP instead. tests/proofs/test_strategies.py checks it.
         PartialState(cpu=True, **process_group.to_kwargs())
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # not public
     if strategy.shards_modules and strategy.offloaded and not on_cpu:

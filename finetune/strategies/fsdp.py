@@ -38,19 +38,13 @@ def make_mesh(strategy: Strategy, device: torch.device, timeout: timedelta | Non
     Args:
         timeout: How long a rank waits for the others of its copy or its shard; None: the backend's own. [shards] is the
             process group that there is, with its own.
-
-    Raises EnvironmentMismatch when the ranks cannot be laid out so.
     """
     world = dist.get_world_size()
     if not strategy.replicates:
         return init_device_mesh(device.type, (world,), mesh_dim_names=(SHARDS,))
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     copies = strategy.replica_count(world, per_node)
-    if not strategy.can_replicate(world, per_node):
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.name} shards within a node and repeats between nodes; {world} ranks make "
-            f"{copies} such copies; launch on several nodes, set parallelism_config_dp_replicate_size, or take fsdp2"
-        )
+    assert strategy.can_replicate(world, per_node), "the start refuses such ranks"
     # init_device_mesh ignores the recipe's timeout (NCCL's default is 600 s), so make the groups here.
     ranks = torch.arange(world).reshape(copies, world // copies)
     groups = []

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from finetune.errors import FinetuneError
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,22 @@ class Ranks:
         things: list[Any] = [None] * self.world
         dist.all_gather_object(things, thing, group=self.group)  # pickles, but only between ranks of one program
         return things
+
+    def rank_0_first(self, act: Callable[[], _Result]) -> _Result:
+        """Run `act` on rank 0 alone, which writes files or decides for the others; return its result on every rank.
+
+        Raises rank 0's FinetuneError on every rank.
+        """
+        result: _Result | FinetuneError | None = None
+        if self.rank == 0:
+            try:
+                result = act()
+            except FinetuneError as error:
+                result = error
+        result = self.gather(result)[0]
+        if isinstance(result, FinetuneError):
+            raise result
+        return result
 
 
 def all_ranks(group: dist.ProcessGroup | None = None, apart: Mapping[int, int] = MappingProxyType({})) -> Ranks:

@@ -186,16 +186,10 @@ class DeferredStepEngine:
         self.loss_scale = getattr(self.engine.optimizer, "loss_scale", 1.0)  # ZeRO-1's under bf16 has none
         self.engine.step()
         if self.engine.optimizer.overflow and self.engine.zero_optimization_stage() == 2:
-            self._forget_gradients()
+            # Not public. If ZeRO-2 offloads, DeepSpeed 0.19 keeps a dropped step's gradients and adds the next step's.
+            for group in self.engine.optimizer.averaged_gradients:
+                self.engine.optimizer.averaged_gradients[group] = None
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.engine.device)
-
-    def _forget_gradients(self) -> None:
-        """Not public. If ZeRO-2 offloads, DeepSpeed 0.19 keeps a dropped step's gradients and adds the next step's to
-        them.
-        """
-        gradients = self.engine.optimizer.averaged_gradients
-        for group in gradients:
-            gradients[group] = None
 
 
 class EngineScaler:

@@ -144,7 +144,7 @@ class SpanFinder:
         self.special = any_of(special_tokens)
         self._habits_of: dict[bool, _Habits] = {}  # by whether there are tools
 
-    def find(self, messages: Messages, tools: Tools, wanted: Collection[int]) -> Rendered:
+    def find(self, messages: Messages, tools: Tools, supervised: Collection[int]) -> Rendered:
         """Render a chat, and find the assistant's spans for the messages `wanted`.
 
         Raises BadRow if the template cannot be followed.
@@ -155,16 +155,16 @@ class SpanFinder:
             raise BadRow(
                 "the chat template does not write the row's tools; remove them, or give data.chat_template one"
             )
-        self._check_kept(whole, tools, wanted)
+        self._check_kept(whole, tools, supervised)
         last, turns, differing, stops = len(messages) - 1, {}, set(), set()
-        for index in sorted(wanted):
+        for index in sorted(supervised):
             if index == last:
                 continue
             turns[index], is_same, stop = self._find_earlier(whole, tools, index)
             stops.add(stop)
             if not is_same:
                 differing.add(index)
-        if last not in wanted:
+        if last not in supervised:
             return Rendered(whole.text, turns, whole.literals, differing, stops)
         answer = self._find_answer(whole, tools, self._render(messages[:-1], tools, generation_prompt=True))
         text, literals, span = answer.text, answer.literals, (answer.prompt, answer.stop)
@@ -461,23 +461,23 @@ class SpanFinder:
             if message != index and start < position < stop:
                 raise OmittedFromHistory("writes other messages inside", index)
 
-    def _check_kept(self, whole: _Chat, tools: Tools, wanted: Collection[int]) -> None:
+    def _check_kept(self, whole: _Chat, tools: Tools, supervised: Collection[int]) -> None:
         """Raises BadRow if the template leaves out a message's text or call."""
         if whole.marked is None:
             # Without marks only the wanted messages are checked, by their letters without space.
             written = "".join(whole.text.split()).casefold()
-            for index in wanted:
+            for index in supervised:
                 message = whole.messages[index]
                 if "".join(message["content"].split()).casefold() not in written:
                     raise self._left_out(whole.messages, index, "the text")
                 if any(call["function"]["name"] not in whole.text for call in message.get("tool_calls", ())):
                     raise self._left_out(whole.messages, index, "a tool call")
             return
-        absent = absent_part(whole.messages, whole.marked, wanted)
+        absent = absent_part(whole.messages, whole.marked, supervised)
         if absent is None:
             return
         index, part = absent
-        if index in wanted and index + 1 < len(whole.messages):
+        if index in supervised and index + 1 < len(whole.messages):
             beginning = whole.messages[: index + 1]
             alone = self._mark_and_render(beginning, tools)
             if alone is not None and absent_part(beginning, alone, [index]) is None:

@@ -234,7 +234,7 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Answers):
-        parts = {each.name: getattr(value, each.name) for each in fields(value)}
+        parts = {member.name: getattr(value, member.name) for member in fields(value)}
         return replace(value, **{name: _changed(part, change) for name, part in parts.items()})
     if isinstance(value, dict):  # the mismatched batch
         return changed_tensors(value, change)  # type: ignore[arg-type]

@@ -251,16 +251,16 @@ def fitted_units(
         if are_alike(documents):
             counts["identical"] += 1
             continue
-        found: Counter[str] = Counter()  # a pair that is left out does not count as cut
+        row_counts: Counter[str] = Counter()  # a pair that is left out does not count as cut
         fitted = [
-            fit(document, unit.row, data, mistakes, found, is_text=script.is_text and len(documents) == 1)
+            fit(document, unit.row, data, mistakes, row_counts, is_text=script.is_text and len(documents) == 1)
             for document, script in zip(documents, unit.scripts, strict=True)
         ]
         if len(fitted) == 2 and all(fitted) and are_alike([pieces[0] for pieces in fitted]):
             counts["identical_cut"] += 1
             continue
-        longest = max(counts["longest_unanswered"], found.pop("longest_unanswered", 0))
-        counts.update(found)
+        longest = max(counts["longest_unanswered"], row_counts.pop("longest_unanswered", 0))
+        counts.update(row_counts)
         counts["longest_unanswered"] = longest
         # Each piece of a text is a document. A pair keeps both answers, or is left out.
         yield from ((unit, [*pieces]) for pieces in zip(*fitted, strict=False))
@@ -280,9 +280,9 @@ def are_alike(documents: Sequence[Document]) -> bool:
 def nothing_left(key: str, counts: Sequence[Mapping[str, Any]], max_length: int) -> str:
     """The refusal if these data sets have no document left, with the reasons in their counts."""
     names = ("identical", "identical_cut", "dropped")
-    equal, cut, dropped = (sum(int(each.get(name, 0)) for each in counts) for name in names)
-    longest = max((int(each.get("longest_unanswered", 0)) for each in counts), default=0)
-    unanswered = sum(int(each.get("unanswered", 0)) for each in counts)
+    equal, cut, dropped = (sum(int(set_counts.get(name, 0)) for set_counts in counts) for name in names)
+    longest = max((int(set_counts.get("longest_unanswered", 0)) for set_counts in counts), default=0)
+    unanswered = sum(int(set_counts.get("unanswered", 0)) for set_counts in counts)
     reasons, remedy = list[str](), "check data.max_length and data.truncation"
     if equal:
         remedy = "name pairs whose answers differ as the chat template writes them"

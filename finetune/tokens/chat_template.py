@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.cells import BadRow
 from finetune.errors import DataError
+from finetune.library_errors import library_errors, words_of
 from finetune.output_stream import one_line
 from finetune.paths import open_regular
-from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.programs import template_problem
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ChatTemplate:
         text = self._own
         if not text:
             place = "data.chat_template: the tokenizer's chat template cannot be read"
-            with in_one_line(lambda error: DataError([f"{place}: {words_of(error, 120)}; name one"])):
+            with library_errors(lambda error: DataError([f"{place}: {words_of(error, 120)}; name one"])):
                 text = self._tokenizer.get_chat_template(None, tools=[{}] if tools else None)
                 if not isinstance(text, str):
                     raise TypeError(f"it is not text but {type(text).__name__}")

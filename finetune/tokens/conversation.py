@@ -96,7 +96,8 @@ def read_conversation(run_dir: Path) -> Conversation | None:
     templates, date, variables, stops = (facts.get(name) for name in REQUIRED)
     system, tools = facts.get("system", ""), facts.get("tools", False)  # an earlier release wrote neither
     problem = None
-    if not _texts_by_name(templates) or (templates and "default" not in templates):
+    are_texts = isinstance(templates, dict) and all(isinstance(text, str) for text in templates.values())
+    if not are_texts or (templates and "default" not in templates):
         problem = "templates"
     elif not isinstance(date, str):
         problem = "date_string"
@@ -111,7 +112,3 @@ def read_conversation(run_dir: Path) -> Conversation | None:
     if problem:
         raise unreadable(file, f"{problem} is not as a training writes it", "resume the run, which writes it again")
     return Conversation(templates, date, variables, stops, system, tools)  # type: ignore[arg-type]  # each was checked
-
-
-def _texts_by_name(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())

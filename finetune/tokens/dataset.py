@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.rows import WRITTEN_BY, Mistakes, notes_of
-from finetune.data.sources import resolve
-from finetune.errors import DataError
-from finetune.recipe.schema import EvalFraction, Recipe
+from finetune.base.location import tokenizer_file
+from finetune.data.rows import WRITTEN_BY, Mistakes, RowReader, notes_of
+from finetune.data.sources import read_split, resolve
+from finetune.errors import DataError, FinetuneError
+from finetune.output_stream import one_line
+from finetune.recipe.schema import DataSet, EvalFraction, Recipe
 from finetune.tokens.cache import (
     EARLIER_VERSIONS,
     ONE_ANSWER,
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 MUCH = 0.1  # from this share of cut tokens on, the note names a remedy
 SCANNED = 2**20  # tokens that are searched at a time
 MOST_COMPARED = 100_000  # documents whose questions are compared, in about a second
+MOST_ENCODED_BYTES = 16 * 2**20  # of all data sets that are encoded whole before a run; about ten seconds
+FIRST_ROWS = 1000  # of each larger data set; about two seconds
 
 
 @dataclass(frozen=True)
@@ -200,13 +205,74 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     )
 
 
+def prepare_here(recipe: Recipe) -> tuple[Prepared | None, str]:
+    """Prepare the data before a run as the run does. Nothing is downloaded, and no code from a model's folder runs.
+
+    Returns the data and an empty line if all rows were encoded. Else a line says why not. Then the data are each local
+    data set's first rows, or None if no row was encoded. Raises DataError with every mistake.
+    """
+    sources = [resolve(entry) for entry in recipe.data.sets]
+    nbytes = sum(file.stat().st_size for source in sources for file in source.files)
+    is_whole = nbytes <= MOST_ENCODED_BYTES and all(source.kind != "hub" for source in sources)
+    train = recipe.data.train if is_whole else _first_rows(recipe.data.train)
+    local = tokenizer_here(recipe) if train else None
+    if local is None:
+        if not is_whole:
+            return None, "data: not counted: the data are on the Hub, or large; `finetune preview` counts them"
+        rows = sum(content is not None for source in sources for _, content, _ in RowReader(source).rows())
+        why = "may run code of its own" if recipe.model.trust_remote_code else "is not on this machine"
+        tokenizer = f"the tokenizer of {one_line(recipe.model.name_or_path)} {why}"
+        line = f"data: {counted(rows, 'row')}; tokens are not counted: {tokenizer}; `finetune preview` loads it"
+        return None, f"{line} and counts them"
+    if is_whole:
+        return prepare(*local), ""
+    changes: dict[str, object] = {"train": train}
+    if isinstance(recipe.data.eval, list):
+        changes["eval"] = _first_rows(recipe.data.eval) or None
+    head = local[0].model_copy(update={"data": recipe.data.model_copy(update=changes)})
+    encoded = f"the first {counted(FIRST_ROWS, 'row')} of each local data set were encoded"
+    line = f"data: {encoded}: the data are on the Hub, or large; `finetune preview` counts all"
+    return prepare(head, local[1]), line
+
+
+def tokenizer_here(recipe: Recipe) -> tuple[Recipe, PreTrainedTokenizerBase] | None:
+    """The recipe with its model's folder on this machine as its model, and the tokenizer in that folder.
+
+    None if it is not on this machine, or may run code of its own.
+    """
+    section = recipe.model
+    file = tokenizer_file(section.name_or_path, section.revision)
+    if file is None or section.trust_remote_code:
+        return None
+    from finetune.model.new_tokens import load_tokenizer  # imports transformers, which takes two seconds
+
+    local = recipe.model_copy(update={"model": section.model_copy(update={"name_or_path": str(file.parent)})})
+    try:
+        return local, load_tokenizer(local)
+    except FinetuneError:
+        if Path(section.name_or_path).is_dir():
+            raise
+        return None  # the Hub's cache may hold only some files, and training fetches the others
+
+
+def _first_rows(entries: Sequence[DataSet]) -> list[DataSet]:
+    """The local data sets' first rows; a part that the recipe chose stays as it is."""
+    local = [entry for entry in entries if resolve(entry).kind != "hub"]
+    return [
+        entry
+        if read_split(entry.split).is_sliced
+        else entry.model_copy(update={"split": f"{entry.split}[:{FIRST_ROWS}]"})
+        for entry in local
+    ]
+
+
 def _questions_in_both(pool: DocumentPool, split: Split) -> int:
     """Held-out documents whose tokens before the first answer begin a training document too. Texts have none."""
 
     def question(index: int) -> bytes:
         ids, labels = pool.document(index)
-        asked = int(np.argmax(labels != IGNORE))
-        return ids[:asked].tobytes() if asked > 1 else b""
+        answer_start = int(np.argmax(labels != IGNORE))
+        return ids[:answer_start].tobytes() if answer_start > 1 else b""
 
     trained = {question(index) for index in np.unique(split.train).tolist()} - {b""}
     return sum(question(index) in trained for index in split.held_out.tolist())
@@ -324,15 +390,3 @@ def _sample_prompts(
             prompt = replace(prompt, reference=None)
         prompts.append(prompt)
     return prompts
-
-
-@dataclass(frozen=True)
-class RowCounts:
-    """One epoch's training rows."""
-
-    rows: int
-    tokens: int
-    longest: int  # the longest row's possible tokens
-    estimated_by: str = ""  # empty if they were counted
-    # Rows with a document beyond max_length, all rows, the longest document. A pair has two documents.
-    too_long: tuple[int, int, int] | None = None

@@ -117,12 +117,12 @@ class Encoder:
         One row's documents begin with the same prompt tokens. If the tokenizer would join the prompt's end with one
         answer's start, every document is split there before tokenising.
         """
-        found = iter(self.texts.tokenise([script for scripts in rows for script in scripts]))
+        encoded = iter(self.texts.tokenise([script for scripts in rows for script in scripts]))
         result: list[list[Document] | RowError] = []
         for scripts in rows:
             documents: list[Document] = []
             mistake: RowError | None = None
-            for document in islice(found, len(scripts)):
+            for document in islice(encoded, len(scripts)):
                 if isinstance(document, RowError):
                     mistake = mistake or document
                 else:
@@ -203,7 +203,8 @@ class Encoder:
         elif own := self._tokenizer.chat_template:
             templates = own if isinstance(own, dict) else {"default": own}
         if stops is None:
-            stops = self.token_ids(self._probe().stops) if templates else []
+            probe = Chat(_PROBE, None, [False, True], self._data.chat_template_kwargs)
+            stops = self.token_ids(self.script(probe).stops) if templates else []
         ids = sorted({*stops})
         tokens = self._tokenizer.convert_ids_to_tokens(ids)
         stops_by_token = dict(zip(tokens, ids, strict=True))
@@ -216,10 +217,6 @@ class Encoder:
             system=systems.pop() if len(systems) == 1 else None,
             tools=any(rows.get("with_tools") for rows in facts),
         )
-
-    def _probe(self) -> Script:
-        """A question and its answer. Raises RowError."""
-        return self.script(Chat(_PROBE, None, [False, True], self._data.chat_template_kwargs))
 
     def identity(self) -> dict[str, str]:
         """Digests of everything that decides tokens and masks, except data and settings."""
@@ -276,18 +273,18 @@ class Encoder:
         if train_on == "completion":
             # The turns after the answer are unsupervised, and may change how the template writes the answer.
             chat = replace(chat, messages=chat.messages[: chosen[-1] + 1])
-        wanted = answers if train_on == "all" else chosen
+        indices = answers if train_on == "all" else chosen
         messages = self._as_read_by_template(chat.messages)
-        rendered = self._find_spans(messages, chat, wanted)
+        rendered = self._find_spans(messages, chat, indices)
         if changed := _without_second_blocks(messages, rendered, chosen):
-            rendered = self._find_spans(changed, chat, wanted)
+            rendered = self._find_spans(changed, chat, indices)
         for index in chosen:
             self._check_reasoning(chat, index, rendered)
         remarks, stops = self._remarks(chat, chosen, rendered), tuple(sorted(rendered.stops))
         supervised = self._supervised_spans(chosen, rendered)
         return Script(rendered.text, supervised, rendered.literals, remarks=remarks, stops=stops)
 
-    def _find_spans(self, messages: list[dict[str, Any]], chat: Chat, wanted: list[int]) -> Rendered:
+    def _find_spans(self, messages: list[dict[str, Any]], chat: Chat, indices: list[int]) -> Rendered:
         """Render the chat in the template's form, with its spans. Raises RowError."""
         refused: RowError | None = None
         forms = self.template.forms(chat.template_kwargs, tools=bool(chat.tools))
@@ -295,7 +292,7 @@ class Encoder:
             forms = forms[:1]  # forms differ in the way they write calls
         for form in forms:
             try:
-                return self._finder(chat.template_kwargs, form).find(messages, chat.tools, wanted)
+                return self._finder(chat.template_kwargs, form).find(messages, chat.tools, indices)
             except RowError as error:
                 refused = refused or error
         assert refused is not None

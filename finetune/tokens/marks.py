@@ -151,14 +151,14 @@ class Marks:
         return result
 
 
-def absent_part(messages: Messages, marked: Marked, wanted: Collection[int]) -> tuple[int, str] | None:
+def absent_part(messages: Messages, marked: Marked, supervised: Collection[int]) -> tuple[int, str] | None:
     """The first message with a text or a call that the template left out, and the part.
 
     The text of a message that is not `wanted` counts as written if one of its marks is there.
     """
     for index, message in enumerate(messages):
         is_kept = index in marked.last
-        if index in wanted:  # it must be complete; only a thought at its start may be written elsewhere
+        if index in supervised:  # it must be complete; only a thought at its start may be written elsewhere
             content = (index, CONTENT)
             is_kept = content in marked.ended and (content in marked.begun or "</think>" in message["content"])
         if message["content"].strip() and not is_kept:

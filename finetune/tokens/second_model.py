@@ -12,10 +12,11 @@ import numpy as np
 
 from finetune.base.location import folder_of
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.library_errors import library_errors, not_loaded
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.recipe.sections.preferences import names_second_model
 from finetune.recipe.yaml_text import shown
-from finetune.untrusted.library_words import in_one_line, not_loaded
+from finetune.tokens.dataset import tokenizer_here
 from finetune.untrusted.model_folder import look_at_model
 
 if TYPE_CHECKING:
@@ -29,6 +30,14 @@ def reference_section(recipe: Recipe) -> ModelSection:
     assert recipe.preferences is not None
     changes = {"name_or_path": recipe.preferences.reference, "revision": "main", "adapter": None}
     return recipe.model.model_copy(update=changes)
+
+
+def check_reference(recipe: Recipe, used: Sequence[np.ndarray] = ()) -> list[str]:
+    """`refuse_other_tokens` before a run, if the model's tokenizer is on this machine. Nothing is downloaded."""
+    section = recipe.preferences
+    if section is None or not names_second_model(section) or (local := tokenizer_here(recipe)) is None:
+        return []
+    return [*refuse_other_tokens(recipe, local[1], used, offline=True)]
 
 
 @contextmanager
@@ -74,23 +83,17 @@ def refuse_other_tokens(
             if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
                 yield f"{place}: {name} has no tokenizer to compare; see that it reads the model's own tokens"
                 return
-        with in_one_line(partial(not_loaded, "tokenizer", name)):
+        with library_errors(partial(not_loaded, "tokenizer", name)):
             theirs = {number: token for token, number in read_tokenizer(model).get_vocab().items()}
     differing = {number: token for token, number in own.get_vocab().items() if theirs.get(number) != token}
     added = [number for number in differing if number in own.added_tokens_decoder]
-    unused = set(added) - _found(added, used)
+    unused = set(added)
+    for tokens in used if added else ():
+        for start in range(0, len(tokens), SEARCHED_AT_A_TIME):
+            unused -= {*np.intersect1d(tokens[start : start + SEARCHED_AT_A_TIME], added).tolist()}
     if wrong := sorted(differing.keys() - unused):
-        there = shown(theirs[wrong[0]]) if wrong[0] in theirs else "none"
+        other_token = shown(theirs[wrong[0]]) if wrong[0] in theirs else "none"
         raise FinetuneError(
             f"{place}: {name} has another tokenizer: token {wrong[0]} is {shown(differing[wrong[0]])} in the model's "
-            f"vocabulary and {there} in the reference's; name a model with the same tokens, or set {place}: start"
+            f"vocabulary and {other_token} in the reference's; name a model with the same tokens, or set {place}: start"
         )
-
-
-def _found(numbers: Sequence[int], used: Sequence[np.ndarray]) -> set[int]:
-    """The numbers that are among these token ids."""
-    found: set[int] = set()
-    for tokens in used if numbers else ():
-        for start in range(0, len(tokens), SEARCHED_AT_A_TIME):
-            found |= {*np.intersect1d(tokens[start : start + SEARCHED_AT_A_TIME], numbers).tolist()}
-    return found

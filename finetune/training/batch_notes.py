@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from finetune.errors import FinetuneError
 from finetune.recipe.optimizers import far_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
-from finetune.tokens.dataset import Prepared, RowCounts
+from finetune.tokens.dataset import Prepared, prepare_here
 from finetune.training.batch_plan import BatchPlan, plan_batches
 from finetune.wording import counted
 
@@ -30,91 +29,70 @@ FEW = 20  # steps; in fewer, warmup and decay leave few steps at the recipe's le
 def batch_notes(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> list[str]:
     """The line about the data, and one for each thing that looks wrong. Reads the model's configuration, no weights."""
     return [
-        *size_notes(recipe, counted_rows(recipe, prepared), plan),
-        *beyond_positions(recipe, prepared, positions_of(recipe)),
-    ]
-
-
-def size_notes(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> list[str]:
-    """The notes for rows that may be estimated, without those that need documents."""
-    return [
-        data_line(recipe, counts, plan),
+        data_line(recipe, prepared, plan),
         *few_steps(recipe, plan),
         *long_warmup(recipe, plan),
         *idle_ranks(plan),
         *large_micro_batch(plan),
         *far_rate(recipe),
         *router_left_out(recipe),
+        *beyond_positions(recipe, prepared, positions_of(recipe)),
     ]
 
 
 def notes_before_launch(
-    recipe: Recipe, prepared: Prepared | None = None, ranks: int | None = None, *, lengths_known: bool = False
+    recipe: Recipe, prepared: Prepared | None = None, uncounted: str = "", ranks: int | None = None
 ) -> dict[str, Any]:
     """The lines of `batch_notes` and their figures. `ranks` default to the recipe's budget.
 
-    Without `prepared` the rows are encoded, or estimated where that is not possible. The estimate also covers rows that
-    may be too long, unless `lengths_known`. If the data are not on this machine, one line says so and `rows` is None.
+    Without `prepared` and `uncounted`, the line that says why rows were not counted, the rows are encoded here. If not
+    all rows are counted, that line stands in place of the figures, and `rows` is None.
     """
-    from finetune.tokens.check_documents import prepared_here
-    from finetune.tokens.estimate import estimated_rows
-
     of_lengths: list[str] = []
-    if prepared is None:
-        with suppress(FinetuneError):  # about the rows: other commands report it
-            prepared = prepared_here(recipe)
-            of_lengths = [note for note in (prepared.notes if prepared else ()) if "data.max_length" in note]
-    counts = counted_rows(recipe, prepared) if prepared else estimated_rows(recipe)
-    if counts is None:
-        why = "not counted: the data are on the Hub, or large; `finetune preview` counts them"
+    if prepared is None and not uncounted:
+        try:
+            prepared, uncounted = prepare_here(recipe)
+        except FinetuneError:
+            uncounted = "data: not counted: training would refuse the rows; `finetune check --data` says why"
+        of_lengths = [note for note in (prepared.notes if prepared else ()) if "data.max_length" in note]
+    if prepared is None or uncounted:
         from finetune.model.known_configs import beyond_stated
 
-        notes = [f"data: {why}", *far_rate(recipe), *router_left_out(recipe), *beyond_stated(recipe)]
+        notes = [uncounted, *far_rate(recipe), *router_left_out(recipe), *beyond_stated(recipe)]
         return {"rows": None, "notes": notes}
     budget = recipe.budget
     strategy = strategy_of(recipe)
     ranks = strategy.data_rank_count(ranks or strategy.rank_count(max(1, budget.gpus * budget.nodes)))
-    plan = plan_batches(recipe, counts.rows, world_size=ranks, rank=0, flat=True)
-    notes = batch_notes(recipe, prepared, plan) if prepared else size_notes(recipe, counts, plan)
-    notes += of_lengths
-    notes += () if lengths_known and recipe.data.truncation == "error" else too_long(recipe, counts)
+    plan = plan_batches(recipe, len(prepared.train), world_size=ranks, rank=0, flat=True)
     return {
-        "rows": counts.rows,
-        "tokens": counts.tokens,
-        "estimated": bool(counts.estimated_by),
+        "rows": len(prepared.train),
+        "tokens": int(prepared.facts["tokens"]),
         "steps": plan.total_steps,
-        "tokens_per_step": _tokens_a_step(counts, plan),
+        "tokens_per_step": _tokens_a_step(prepared, plan),
         "warmup_steps": recipe.training.warmup_of(plan.total_steps),
         "ranks": ranks,
         "idle_ranks": _idle(plan),
-        "notes": notes,
+        "notes": batch_notes(recipe, prepared, plan) + of_lengths,
     }
 
 
-def counted_rows(recipe: Recipe, prepared: Prepared) -> RowCounts:
-    """The rows of prepared data."""
-    longest = int(prepared.train.lengths.max())
-    if recipe.data.packing and recipe.data.unit == "documents":
-        longest = recipe.data.max_length
-    return RowCounts(len(prepared.train), int(prepared.facts["tokens"]), longest)
-
-
-def data_line(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> str:
+def data_line(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> str:
     """Rows, tokens, steps, tokens per step, warmup steps, idle ranks."""
     warming = recipe.training.warmup_of(plan.total_steps)
     once = "" if plan.total_rows == plan.rows else " an epoch"
-    about = f" estimated by {counts.estimated_by}:" if counts.estimated_by else ""
-    tokens = _three_figures(counts.tokens) if about else counts.tokens
+    longest = int(prepared.train.lengths.max())
+    if recipe.data.packing and recipe.data.unit == "documents":
+        longest = recipe.data.max_length
     idle = f"; {_idle(plan)} of {counted(plan.world_size, 'rank')} idle" if _idle(plan) else ""
     return (
-        f"data:{about} {_rows(plan, plan.rows)} of up to {counts.longest:,} tokens ({tokens:,} tokens{once}); "
+        f"data: {_rows(plan, plan.rows)} of up to {longest:,} tokens ({prepared.facts['tokens']:,} tokens{once}); "
         f"{_steps(plan.total_steps)} of {_rows(plan, min(plan.global_batch_size, plan.total_rows))}, about "
-        f"{_tokens_a_step(counts, plan):,} tokens each, {warming:,} of them warming up{idle}"
+        f"{_tokens_a_step(prepared, plan):,} tokens each, {warming:,} of them warming up{idle}"
     )
 
 
-def _tokens_a_step(counts: RowCounts, plan: BatchPlan) -> int:
-    return _three_figures(counts.tokens / plan.rows * min(plan.global_batch_size, plan.total_rows))
+def _tokens_a_step(prepared: Prepared, plan: BatchPlan) -> int:
+    return _three_figures(prepared.facts["tokens"] / plan.rows * min(plan.global_batch_size, plan.total_rows))
 
 
 def _idle(plan: BatchPlan) -> int:
@@ -197,26 +175,6 @@ def router_left_out(recipe: Recipe) -> Iterator[str]:
         if any(part.get("output_router_logits") and part.get("router_aux_loss_coef", 1) for part in sections):
             why = "the model's configuration asks for it; if that is right, set model.router_aux_loss_coef: 0"
             yield f"{left_out}: {why}"
-
-
-def too_long(recipe: Recipe, counts: RowCounts) -> Iterator[str]:
-    """A line for documents longer than data.max_length by estimate that training refuses, or leaves out."""
-    outcome = {
-        "error": "refuses them: raise it, or set data.truncation=right or drop",
-        "drop": "leaves them out: raise it",
-    }
-    if counts.too_long is None or recipe.data.truncation not in outcome:
-        return
-    longer, every, longest = counts.too_long
-    noun = "document" if recipe.data.unit == "documents" else recipe.data.row_noun
-    are = f"about {longer:,} of {counted(every, noun)} {'is' if longer == 1 else 'are'} longer than"
-    if recipe.data.unit == "pairs":
-        has = "has" if longer == 1 else "have"
-        are = f"about {longer:,} of {counted(every, noun)} {has} an answer that with its prompt is longer than"
-    yield (
-        f"data.max_length: {are} {recipe.data.max_length:,} tokens by the estimate, the longest about "
-        f"{_three_figures(longest):,}; training {outcome[recipe.data.truncation]}"
-    )
 
 
 def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) -> Iterator[str]:

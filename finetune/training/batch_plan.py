@@ -151,6 +151,9 @@ def plan_batches(
     """
     training = recipe.training
     total_rows = training.rows_of_run(rows)
+    # The tokens of preference rows that one forward computes as one row; None if each is computed by itself. Other
+    # rows are packed before a step.
+    packs = recipe.data.packing and recipe.data.unit != "documents"
     return BatchPlan(
         rows=rows,
         total_rows=total_rows,
@@ -164,15 +167,6 @@ def plan_batches(
         stages=stages,
         stage=rank % stages,
         width=width,
-        capacity=packed_tokens(recipe),
+        capacity=recipe.data.row_tokens if packs else None,
         noun=recipe.data.row_noun,
     )
-
-
-def packed_tokens(recipe: Recipe) -> int | None:
-    """The tokens of preference rows that one forward computes as one row; None if each is computed by itself.
-
-    Other rows are packed before a step.
-    """
-    packs = recipe.data.packing and recipe.data.unit != "documents"
-    return recipe.data.row_tokens if packs else None

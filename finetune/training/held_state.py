@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.files import TEMPORARY_PREFIX, disk_errors, remove_folder
+from finetune.files import TEMPORARY_PREFIX, remove_folder
+from finetune.library_errors import library_errors
 from finetune.measure.host_memory import available_bytes, bytes_below_peak
 from finetune.measure.units import GIB
 from finetune.recipe.optimizers import checkpoint_bytes
@@ -143,7 +144,7 @@ class PlannedSave:
 def planned_save(run_dir: Path, checkpoint_bytes: int, grace_seconds: float, killer: str) -> PlannedSave:
     """How long a checkpoint takes, from the time that a sample of at most SAMPLE_BYTES takes, written and synced."""
     file, size = run_dir / f"{TEMPORARY_PREFIX}speed", max(1, min(SAMPLE_BYTES, checkpoint_bytes))
-    with disk_errors(run_dir):
+    with library_errors(writing=run_dir):
         try:
             sample, began = os.urandom(size), time.perf_counter()
             with open(file, "wb") as stream:
@@ -181,7 +182,7 @@ def _disk_reserves(folder: Path, nbytes: int, ranks: Ranks) -> bool:
                 raise
         return True
 
-    with disk_errors(folder, "earlier checkpoints are intact; "):
+    with library_errors(writing=folder, kept="earlier checkpoints are intact; "):
         try:
             return all(act_on_every_rank(ranks, folder, reserve))
         finally:

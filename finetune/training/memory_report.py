@@ -14,7 +14,7 @@ from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory, memor
 from finetune.measure.phases import Phase, Phases, peak_bytes, peak_reserved
 from finetune.measure.units import GIB, PHASES
 from finetune.strategies.accelerator import device_of
-from finetune.training.start import Start
+from finetune.training.agreement import Agreed
 from finetune.training.watchdog import Progress
 from finetune.training.worst_step import longest_groups, micro_steps_to_try
 from finetune.wording import recomputation_in_words
@@ -22,22 +22,22 @@ from finetune.wording import recomputation_in_words
 PLANNER_TIMEOUT = 60  # seconds that a run out of memory waits for the planner
 
 
-def plan_request(start: Start) -> PlanRequest:
+def plan_request(agreed: Agreed) -> PlanRequest:
     """Rank 0's share of the worst step, on this rank's device."""
-    launch, rows = start.launch, start.prepared.train
-    of_rank_0 = longest_groups(rows, start.plan)[:: start.plan.world_size]
+    launch, rows = agreed.launch, agreed.prepared.train
+    of_rank_0 = longest_groups(rows, agreed.plan)[:: agreed.plan.world_size]
     device = device_of(launch)
     return PlanRequest(
-        recipe=start.recipe.model_dump(mode="json"),
+        recipe=agreed.recipe.model_dump(mode="json"),
         documents=tuple(tuple(len(ids) for row in group for ids, _ in rows.documents(row)) for group in of_rank_0),
-        micro_batches=micro_steps_to_try(start.plan),
-        flat=start.plan.flat,
+        micro_batches=micro_steps_to_try(agreed.plan),
+        flat=agreed.plan.flat,
         nodes=launch.nodes,
         ranks_of_node=launch.local_world_size,
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         memory=memory_of(device).total,
-        width=start.plan.width,
-        keeps_gradients=start.strategy.keeps_gradients,
+        width=agreed.plan.width,
+        keeps_gradients=agreed.strategy.keeps_gradients,
     )
 
 
@@ -75,33 +75,33 @@ def describe_memory(facts: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def out_of_memory_explained(start: Start, progress: Progress, phases: Phases) -> Iterator[None]:
+def out_of_memory_explained(agreed: Agreed, progress: Progress, phases: Phases) -> Iterator[None]:
     """Put this around a training. A failed allocation becomes DoesNotFit, with plan, measurement and changes that would
     take less.
 
     It asks the planner, which may take a minute. This rank's heartbeat continues meanwhile.
     """
-    request = plan_request(start)  # before memory is short
+    request = plan_request(agreed)  # before memory is short
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        if start.recomputation and phases.current != "load":
-            runs = recomputation_in_words(start.recomputation["runs"])
+        if agreed.recomputation and phases.current != "load":
+            runs = recomputation_in_words(agreed.recomputation["runs"])
             error.add_note(f"training.activation_checkpointing: auto chose {runs}")
         memory = memory_of(phases.device)
-        if start.launch.world_size > 1:
-            planned = ask_once(request, PLANNER_TIMEOUT, start.run_dir)
+        if agreed.launch.world_size > 1:
+            planned = ask_once(request, PLANNER_TIMEOUT, agreed.run_dir)
         else:
             planned = ask_planner(request, PLANNER_TIMEOUT, changes=True)
         raise does_not_fit(
-            start.recipe,
+            agreed.recipe,
             error,
             doing=progress.phase,
             phase=phases.current,
             memory=memory,
             planned=planned,
-            command=continue_command(start.launch, resume=start.recipe.training.resume),
+            command=continue_command(agreed.launch, resume=agreed.recipe.training.resume),
             step=progress.step,
         ) from error

@@ -40,13 +40,13 @@ from finetune.tokens.batches import prefetch
 from finetune.tokens.cache import content_key
 from finetune.tokens.mixture import Rows
 from finetune.tokens.second_model import as_reference, reference_section
+from finetune.training.agreement import Agreed
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.cast_weights import cast_weights
 from finetune.training.objectives import ChosenRows, objective_of
 from finetune.training.objectives.answers import AnswerInputs, ReferenceValues, answer_batches, model_inputs
 from finetune.training.objectives.preferences import JudgedAnswers, Pairs
 from finetune.training.run import Forwards, Run, held_out_sets
-from finetune.training.start import Start
 from finetune.training.worst_step import compare_fast_paths
 
 KEPT_IN_RUN = "reference.json"  # in the run folder
@@ -60,7 +60,7 @@ VALUES = ("answers", "mismatched", "held_out")
 
 
 def find_reference(
-    run: Run, start: Start, unwrapped: nn.Module, first_step: int, compiled: CompiledLayers
+    run: Run, agreed: Agreed, unwrapped: nn.Module, first_step: int, compiled: CompiledLayers
 ) -> tuple[ReferenceValues, dict[str, Any]] | None:
     """The objective's reference, on every rank, and the receipt's facts; None if it needs none.
 
@@ -69,13 +69,13 @@ def find_reference(
 
     Raises FinetuneError for a resumed run whose folder has no reference: the start is not known any more.
     """
-    section, objective = start.recipe.preferences, run.parts.objective
+    section, objective = agreed.recipe.preferences, run.parts.objective
     if section is None or not section.needs_reference:
         return None
     assert isinstance(objective, Pairs | JudgedAnswers)
-    key = reference_key(start, section)
+    key = reference_key(agreed, section)
     log = run.output.terminal.log
-    own_file, kept_file = start.run_dir / KEPT_IN_RUN, cache_folder() / "references" / f"{key}.json"
+    own_file, kept_file = agreed.run_dir / KEPT_IN_RUN, cache_folder() / "references" / f"{key}.json"
     forwards = Forwards.of(run)
     shapes = _shapes(run.train_rows, run.eval_rows, run.plan, objective)
     reference: ReferenceValues | None
@@ -102,7 +102,7 @@ def find_reference(
         if reference is None:
             source = "computed"
             reference = _computed(forwards, unwrapped, compiled, objective, shapes)
-    if start.writes and start.launch.is_main:
+    if agreed.writes and agreed.launch.is_main:
         content = _as_json(key, reference)
         write_sealed(own_file, content)
         if source == "computed":
@@ -117,20 +117,20 @@ def _line(section: Dpo | Kto, shapes: Mapping[str, tuple[int, ...]], key: str, s
     return f"reference: {section.reference}, log-probabilities of {answers:,} answers, {source} ({key[:12]})"
 
 
-def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal, phases: Phases) -> None:
+def keep_second_model(agreed: Agreed, accelerator: Accelerator, terminal: Terminal, phases: Phases) -> None:
     """Compute the log-probabilities of a reference that is a model of its own, and keep them in the cache, unless they
     are there. Called before the run's own model is built, so that one of the two is in memory at a time.
 
     The guard compares its fast modules too.
     """
-    section, recipe, plan = start.recipe.preferences, start.recipe, start.plan
+    section, recipe, plan = agreed.recipe.preferences, agreed.recipe, agreed.plan
     if section is None or not names_second_model(section):
         return
-    key = reference_key(start, section)
+    key = reference_key(agreed, section)
     file = cache_folder() / "references" / f"{key}.json"
     objective = objective_of(recipe)
     assert isinstance(objective, Pairs | JudgedAnswers)
-    rows = start.prepared
+    rows = agreed.prepared
     shapes = _shapes(rows.train, rows.eval, plan, objective)
     if _read_by_all(accelerator, file, key, shapes) is not None:
         return
@@ -139,12 +139,12 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
     other = recipe.model_copy(update={"model": reference_section(recipe), "lora": lora})
     terminal.log(f"reference: computing the log-probabilities of {section.reference}")
     with as_reference(recipe):
-        assembled = assemble(other, start.strategy, accelerator, launch=start.launch)
+        assembled = assemble(other, agreed.strategy, accelerator, launch=agreed.launch)
         check_vocabulary(assembled.unwrapped_model, rows.facts["largest_token_id"])
     forwards = Forwards(
         accelerator,
         assembled.model,
-        cast_weights(other, start.strategy, assembled.unwrapped_model),
+        cast_weights(other, agreed.strategy, assembled.unwrapped_model),
         plan,
         rows.train,
         held_out_sets(rows.eval, rows.eval_sets),
@@ -153,7 +153,7 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
     )
     unwrapped, device = assembled.unwrapped_model, accelerator.device
     decoder = decoder_parts(unwrapped)
-    compiled = compile_as_asked(other, start.strategy, decoder, device, terminal.log)
+    compiled = compile_as_asked(other, agreed.strategy, decoder, device, terminal.log)
     dtype = COMPUTE[recipe.training.mixed_precision] or decoder.dtype
     kernel = choose_flash_kernel(other, device, dtype, widest_head(decoder.config))
     with deterministic_algorithms(recipe.training.deterministic, device):
@@ -167,15 +167,15 @@ def keep_second_model(start: Start, accelerator: Accelerator, terminal: Terminal
     accelerator.free_memory()
     give_back_freed_memory()
     give_back_cached_memory(accelerator.device)
-    if start.launch.is_main:
+    if agreed.launch.is_main:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_sealed(file, _as_json(key, reference))
     accelerator.wait_for_everyone()
 
 
-def reference_key(start: Start, section: Dpo | Kto) -> str:
+def reference_key(agreed: Agreed, section: Dpo | Kto) -> str:
     """The content address of a reference: everything that its values depend on, but not the strategy or the ranks."""
-    recipe, plan = start.recipe, start.plan
+    recipe, plan = agreed.recipe, agreed.plan
     names = {"start": recipe.model.name_or_path, "adapter_off": recipe.model.name_or_path}
     name = names.get(section.reference, section.reference)
     revision = recipe.model.revision if name == recipe.model.name_or_path else "main"
@@ -184,11 +184,11 @@ def reference_key(start: Start, section: Dpo | Kto) -> str:
         "kind": section.reference,
         "model": recipe.model.model_dump(mode="json"),
         "files": _files_of(name, revision),
-        "adapter": None if start.adapter is None else start.adapter.sha256,
+        "adapter": None if agreed.adapter is None else agreed.adapter.sha256,
         "lora": None if recipe.lora is None else recipe.lora.model_dump(mode="json"),
         "quantization": None if recipe.quantization is None else recipe.quantization.model_dump(mode="json"),
         "formats": [recipe.training.mixed_precision, recipe.training.pure_bf16],
-        "data": start.prepared.fingerprint,
+        "data": agreed.prepared.fingerprint,
         "seed": recipe.training.seed,  # of adapters that do not start at zero
     }
     if isinstance(section, Kto):  # which answers are put beside which prompts

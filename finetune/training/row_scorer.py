@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from finetune.generation.held_out import (
-    Answering,
+    Batching,
     ScoredSet,
     generated_answers,
     score_line,
@@ -37,9 +37,9 @@ class RowScorer:
 
     def score(self, step: int) -> dict[str, Any]:
         """Answer with the weights after `step` steps, and write the line. Every rank calls it. Returns the line."""
-        asked, accelerator, model = self.asked, self.parts.accelerator, self.assembled.unwrapped_model
+        scored_set, accelerator, model = self.asked, self.parts.accelerator, self.assembled.unwrapped_model
         pipeline, terminal = self.assembled.pipeline, self.output.terminal
-        how = Answering(
+        batching = Batching(
             shared=holds_on_all(accelerator, self.shared),
             device=accelerator.device,
             ranks=all_ranks(),
@@ -47,8 +47,8 @@ class RowScorer:
             staged=pipeline is not None,
         )
         with self.parts.weights.cast(), pipeline.answering(model) if pipeline else nullcontext():
-            answers = generated_answers(model, self.tokenizer, asked, how, terminal.progress, terminal.log)
-        line = score_line(step, scores_on_all(asked, answers, how.ranks), answers)
+            answers = generated_answers(model, self.tokenizer, scored_set, batching, terminal.progress, terminal.log)
+        line = score_line(step, scores_on_all(scored_set, answers, batching.ranks), answers)
         self.output.write_metrics(line)
         when = f"step {step}" if step else "before"
         terminal.log(f"{when}: {score_line_in_words(line)}")

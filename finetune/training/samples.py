@@ -22,9 +22,9 @@ from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.tokens.encoder import SamplePrompt
+from finetune.training.agreement import Agreed
 from finetune.training.loop import evaluate_run
 from finetune.training.run import Run
-from finetune.training.start import Start
 from finetune.wording import counted
 
 
@@ -42,9 +42,9 @@ class Questions:
         return len(self.batches) * self.max_new_tokens
 
 
-def look_before(start: Start, run: Run, parts: Assembled, kernel: FlashKernel) -> None:
+def look_before(agreed: Agreed, run: Run, parts: Assembled, kernel: FlashKernel) -> None:
     """Answers and held-out loss before training. The loss uses the steps' kernel."""
-    write_samples(start, run, parts, when="before", step=0)
+    write_samples(agreed, run, parts, when="before", step=0)
     if run.eval_rows is not None:
         with kernel.active():
             losses = evaluate_run(run)
@@ -55,62 +55,65 @@ def look_before(start: Start, run: Run, parts: Assembled, kernel: FlashKernel) -
         run.scorer.score(0)
 
 
-def write_samples(start: Start, run: Run, parts: Assembled, *, when: str, step: int) -> None:
+def write_samples(agreed: Agreed, run: Run, parts: Assembled, *, when: str, step: int) -> None:
     """Rank 0 writes the answers; where weights are sharded or in stages, every rank takes part in computing them."""
     pipeline = parts.pipeline
-    joined = start.strategy.shards_parameters or pipeline is not None
-    if not start.prepared.prompts or not (start.launch.is_main or joined):
+    joined = agreed.strategy.shards_parameters or pipeline is not None
+    if not agreed.prepared.prompts or not (agreed.launch.is_main or joined):
         return
-    together = joined and start.launch.world_size > 1
-    shared = may_share_a_batch(start.probed)
+    synced = joined and agreed.launch.world_size > 1
+    shared = may_share_a_batch(agreed.probed)
     model, device = parts.unwrapped_model, run.parts.accelerator.device
     most = BATCH_TOKENS
     if pipeline is None:
         from finetune.generation.held_out import tokens_that_fit
 
-        most = tokens_that_fit(model, device, all_ranks() if together else Ranks())
-    asked = questions(start, shared=holds_on_all(run.parts.accelerator, shared) if together else shared, most=most)
+        most = tokens_that_fit(model, device, all_ranks() if synced else Ranks())
+    questions = questions_of(
+        agreed, shared=holds_on_all(run.parts.accelerator, shared) if synced else shared, most=most
+    )
     if pipeline is not None and pipeline.place.copy:
         return
     if joined:
         again = " The same again after training." if when == "before" else ""
-        run.output.terminal.log(cost_in_words(asked, staged=pipeline is not None) + again)
+        run.output.terminal.log(cost_in_words(questions, staged=pipeline is not None) + again)
 
     def show(text: str) -> None:
         run.output.terminal.progress(f"samples {when} training: {text}")
 
     with run.parts.weights.cast():
         if pipeline is None:
-            answers = list(samples(model, start.tokenizer, asked, device, show, together=together))
+            answers = list(samples(model, agreed.tokenizer, questions, device, show, synced=synced))
         else:
             with pipeline.answering(model):
-                answers = list(samples(model, start.tokenizer, asked, device, show, together=False, cached=False))
+                answers = list(samples(model, agreed.tokenizer, questions, device, show, synced=False, cached=False))
     run.output.write_samples({"when": when, "step": step} | answer for answer in answers)
 
 
-def questions(start: Start, *, shared: bool, most: int) -> Questions:
+def questions_of(agreed: Agreed, *, shared: bool, most: int) -> Questions:
     """How a run asks its prompts: `shared` ones in batches with `most` tokens, or as many as a micro-batch of training;
     else each by itself.
 
     The same on every rank.
     """
-    recipe, prompts = start.recipe, start.prepared.prompts
-    sharded = start.strategy.shards_parameters or start.strategy.schedule is not None
+    recipe, prompts = agreed.recipe, agreed.prepared.prompts
+    sharded = agreed.strategy.shards_parameters or agreed.strategy.schedule is not None
     length = recipe.samples.length(max(prompt.reference_tokens for prompt in prompts), sharded=sharded)
     most = max(most, recipe.training.rows_at_once * recipe.data.max_length)
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
     return Questions(prompts, prompt_batches(lengths, length, most if shared else 0), length)
 
 
-def cost_in_words(asked: Questions, *, staged: bool) -> str:
+def cost_in_words(questions: Questions, *, staged: bool) -> str:
     """How many forwards the answers take at most, and what each costs beside its products."""
-    how = f"in {counted(len(asked.batches), 'batch', 'batches')}"
-    if len(asked.batches) == len(asked.prompts) > 1:
-        how = "one at a time"
-    each = "each computes all tokens again, through all stages" if staged else "each gathers the weights"
+    batching = f"in {counted(len(questions.batches), 'batch', 'batches')}"
+    if len(questions.batches) == len(questions.prompts) > 1:
+        batching = "one at a time"
+    cost = "each computes all tokens again, through all stages" if staged else "each gathers the weights"
     return (
-        f"samples: {counted(len(asked.prompts), 'prompt')} {how}, {counted(asked.max_new_tokens, 'new token')} each: "
-        f"at most {counted(asked.forwards, 'forward')}, and {each}; samples.max_new_tokens and samples.count make "
+        f"samples: {counted(len(questions.prompts), 'prompt')} {batching}, "
+        f"{counted(questions.max_new_tokens, 'new token')} each: at most {counted(questions.forwards, 'forward')}, "
+        f"and {cost}; samples.max_new_tokens and samples.count make "
         "them fewer."
     )
 
@@ -118,41 +121,41 @@ def cost_in_words(asked: Questions, *, staged: bool) -> str:
 def samples(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    asked: Questions,
+    questions: Questions,
     device: torch.device,
     show: Callable[[str], None],
     *,
-    together: bool,
+    synced: bool,
     cached: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """The model's answers to the prompts, as lines for samples.jsonl; `model` is unwrapped.
 
     Args:
         show: Receives the progress after each token.
-        together: All ranks compute the same answers.
+        synced: All ranks compute the same answers.
         cached: Keys and values are kept from one new token to the next.
     """
     with answering(model):
-        for batch in asked.batches:
-            prompts = [asked.prompts[index] for index in batch]
+        for batch in questions.batches:
+            prompts = [questions.prompts[index] for index in batch]
             numbers = str(batch[0] + 1)
             if len(batch) > 1:
                 numbers += f" to {batch[-1] + 1}"
-            answers = f"answers {numbers} of {len(asked.prompts)}"
+            answers = f"answers {numbers} of {len(questions.prompts)}"
 
             def show_token(token: int, answers: str = answers) -> None:
-                show(f"{answers}, token {token} of at most {asked.max_new_tokens}")
+                show(f"{answers}, token {token} of at most {questions.max_new_tokens}")
 
-            found = greedy_answers(
+            replies = greedy_answers(
                 model,
                 tokenizer,
                 [prompt.prompt_ids for prompt in prompts],
-                max_new_tokens=asked.max_new_tokens,
+                max_new_tokens=questions.max_new_tokens,
                 device=device,
-                together=together,
+                synced=synced,
                 cached=cached,
                 show=show_token,
             )
-            for prompt, each in zip(prompts, found, strict=True):
-                cut = {} if each.ended else {"cut": asked.max_new_tokens}
-                yield {"prompt": prompt.prompt, "answer": each.text, "reference": prompt.reference, **cut}
+            for prompt, answer in zip(prompts, replies, strict=True):
+                cut = {} if answer.ended else {"cut": questions.max_new_tokens}
+                yield {"prompt": prompt.prompt, "answer": answer.text, "reference": prompt.reference, **cut}

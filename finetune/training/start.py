@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,9 @@ from finetune.launch.signals import STARTED_AT, StopRequest
 from finetune.measure.environment import environment
 from finetune.measure.out_of_memory import memory_of
 from finetune.model.adapter_targets import has_experts
-from finetune.model.build import attention_name, configuration, load_tokenizer
+from finetune.model.build import attention_name, configuration
 from finetune.model.dtypes import COMPUTE, dtype_name
+from finetune.model.new_tokens import load_tokenizer
 from finetune.model.optimizer import Schedule
 from finetune.output_stream import wrapped
 from finetune.probe.probe import probe
@@ -61,6 +62,7 @@ from finetune.run_folder.folder import (
     claim_run_folder,
     curve_identity,
     keys_at_default,
+    lock_run_folder,
 )
 from finetune.strategies.accelerator import check_launch, device_of, launch_notes
 from finetune.tokens import dataset
@@ -106,30 +108,16 @@ class Choices:
 
 @dataclass(frozen=True)
 class Start:
-    """The facts before the first process group."""
+    """This rank's own facts before the first process group."""
 
-    recipe: Recipe
-    launch: Launch
-    strategy: Strategy
-    tokenizer: PreTrainedTokenizerBase
+    choices: Choices
     prepared: dataset.Prepared
     plan: BatchPlan
     schedule: Schedule  # of the learning rate
-    adapter: StartAdapter | None  # that a new run starts from
-    claim: Claim | None  # rank 0's alone
     stop: StopRequest
-    probed: Mapping[str, Any]  # the probe's result for the model
-    recomputation: Mapping[str, Any]  # what `auto` chose, with its reason; empty if the recipe names it
-    rows: Mapping[str, Any]  # likewise, for the rows of a micro-batch
-    formats: ChosenFormats  # what `auto` chose
-    gpus: Gpus | None = None  # with the memory that `auto` counts on; None: a CPU
-    reduction: Mapping[str, Any] = field(default_factory=dict)  # how often FSDP2 reduces gradients, and why
-    scored: ScoredSet | None = None  # rows whose answers are scored in training
-    mirror: Mirror | None = None  # rank 0's copy of the run on its storage
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.recipe.run_dir)
+    scored: ScoredSet | None  # rows whose answers are scored in training
+    claim: Claim | None  # rank 0's alone
+    mirror: Mirror | None  # rank 0's copy of the run on its storage
 
     @property
     def writes(self) -> bool:
@@ -243,25 +231,7 @@ def prepare(choices: Choices) -> Start:
         claim, mirror = _claim(choices, prepared)
         if claim.status != "finished":
             print(*(wrapped(note, sys.stdout) for note in batch_notes(recipe, prepared, plan)), sep="\n", flush=True)
-    return Start(
-        recipe=recipe,
-        launch=launch,
-        strategy=strategy,
-        tokenizer=tokenizer,
-        prepared=prepared,
-        plan=plan,
-        schedule=schedule,
-        adapter=choices.adapter,
-        claim=claim,
-        stop=StopRequest(stop_time=due),
-        probed=choices.probed,
-        recomputation=choices.recomputation,
-        rows=choices.rows,
-        formats=checked.formats,
-        gpus=choices.gpus,
-        scored=scored,
-        mirror=mirror,
-    )
+    return Start(choices, prepared, plan, schedule, StopRequest(stop_time=due), scored, claim, mirror)
 
 
 def own_split(recipe: Recipe, launch: Launch, gpus: Gpus | None) -> tuple[Recipe, Mapping[str, Any], Mapping[str, Any]]:
@@ -342,22 +312,22 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
     values |= {"experts": experts} if (experts := _experts_in(recipe)) else {}
     identity = RunIdentity(values, keys_at_default(recipe), _written_before(_recorded_in(recipe), prepared))
     launch, mirror = choices.checked.launch, None
+    folder = lock_run_folder(Path(recipe.run_dir))
+    if recipe.storage is not None:
+        from finetune.storage.restart import take_over
 
-    def bring() -> None:
-        nonlocal mirror
-        if recipe.storage is not None:
-            from finetune.storage.restart import take_over
-
+        try:
             mirror = take_over(recipe, launch, identity, partial(_note, launch))
-
+        except BaseException:
+            folder.give_up()
+            raise
     try:
         claim = claim_run_folder(
-            Path(recipe.run_dir),
+            folder,
             resume=recipe.training.resume,
             identity=identity,
             command=choices.checked.command,
             asked=Asked(recipe.training, len(prepared.train)),
-            bring=bring,
         )
     except BaseException:
         if mirror is not None:
@@ -370,10 +340,9 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
         best = read_state_of(claim.checkpoint).get("best_step") if recipe.training.exports_best else None
         mirror.push_missing(claim.checkpoint.step, best)
     if claim.status != "finished":
-        folder = Path(recipe.run_dir)
-        write_text(folder / "recipe.yaml", resolved_yaml(loaded))
-        write_json(folder / "environment.json", environment())
-        write_json(folder / CONVERSATION, prepared.conversation.as_json())
+        write_text(folder.run_dir / "recipe.yaml", resolved_yaml(loaded))
+        write_json(folder.run_dir / "environment.json", environment())
+        write_json(folder.run_dir / CONVERSATION, prepared.conversation.as_json())
     if recipe.model.trust_remote_code:
         from finetune.untrusted.model_code import trust_code
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.library_errors import library_errors
 from finetune.output_stream import one_line, printable
 from finetune.paths import open_regular
 
@@ -67,11 +68,8 @@ def unreadable(path: Path, what: str, remedy: str = "fetch the file again") -> F
 
 def read_bounded(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
     """A file's bytes. Raises FinetuneError if it is not a regular file, or larger than `most`."""
-    try:
-        with open_regular(path) as file:
-            content = file.read(most + 1)
-    except OSError as error:
-        raise unreadable(path, f"cannot be read: {error.strerror}", "check the file") from None
+    with library_errors(reading=path), open_regular(path) as file:
+        content = file.read(most + 1)
     if len(content) > most:
         raise unreadable(path, f"is larger than {most / 2**20:,.0f} MiB", "no such file is; fetch it again")
     return content

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from finetune.errors import FinetuneError
+from finetune.library_errors import library_errors
 from finetune.output_stream import one_line
 from finetune.paths import open_regular
 from finetune.untrusted.programs import is_trusted, trust
@@ -59,8 +60,5 @@ def _key(name: str, revision: str) -> str:
 
 
 def _hash(file: Path) -> str:
-    try:
-        with open_regular(file) as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise FinetuneError(f"{file}: cannot be read: {error.strerror}; check the file") from None
+    with library_errors(reading=file), open_regular(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -135,15 +135,8 @@ MOST_RANK = 2**16
 
 def look_at_adapter(folder: Path) -> dict[str, Any]:
     """An adapter's settings, after a check of its header. Raises FinetuneError as `look_at_model` does."""
-    config = look_at_settings(folder / ADAPTER_CONFIG)
-    if not (folder / ADAPTER_WEIGHTS).exists():
-        raise unreadable(folder, f"has no {ADAPTER_WEIGHTS}; pickles are never read", "save it as safetensors")
-    _refuse_integers(folder / ADAPTER_WEIGHTS, read_header(folder / ADAPTER_WEIGHTS))
-    return config
-
-
-def look_at_settings(path: Path) -> dict[str, Any]:
-    """An adapter_config.json whose values have the kinds that peft expects. Raises FinetuneError."""
+    # An adapter_config.json whose values have the kinds that peft expects.
+    path = folder / ADAPTER_CONFIG
     config = read_object(path)
     if (kind := config.get("peft_type")) != "LORA":
         raise unreadable(path, f"is of an adapter of kind {one_line(kind, 40)}", "name a LoRA adapter")
@@ -161,13 +154,16 @@ def look_at_settings(path: Path) -> dict[str, Any]:
     ranks = (config.get("rank_pattern") or {}).values()
     if not all(type(rank) is int and 1 <= rank <= MOST_RANK for rank in ranks):
         raise unreadable(path, f"rank_pattern has a rank that is not a whole number from 1 to {MOST_RANK:,}")
+    if not (folder / ADAPTER_WEIGHTS).exists():
+        raise unreadable(folder, f"has no {ADAPTER_WEIGHTS}; pickles are never read", "save it as safetensors")
+    _refuse_integers(folder / ADAPTER_WEIGHTS, read_header(folder / ADAPTER_WEIGHTS))
     return config
 
 
 def patterns_of(config: Mapping[str, Any]) -> list[str]:
     """The regular expressions in an adapter's settings, as peft takes them."""
     texts = [config.get(name) for name in ("target_modules", "exclude_modules")]
-    patterns = [each for each in texts if isinstance(each, str) and each != "all-linear"]
+    patterns = [text for text in texts if isinstance(text, str) and text != "all-linear"]
     layers = config.get("layers_pattern") or []
     patterns += [*([layers] if isinstance(layers, str) else layers), *(config.get("modules_to_save") or [])]
     return [*patterns, *(key for name in ("rank_pattern", "alpha_pattern") for key in config.get(name) or {})]

@@ -18,6 +18,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder
+from finetune.library_errors import library_errors
 from finetune.output_stream import one_line
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import unreadable
@@ -47,7 +48,7 @@ _found_here: dict[str, str | None] = {}  # in this process, also what was refuse
 
 
 def refused(
-    kind: str, program: str, asked: dict[str, Any], *, seconds: int, mebibytes: int, known_by: str = ""
+    kind: str, program: str, inputs: dict[str, Any], *, seconds: int, mebibytes: int, known_by: str = ""
 ) -> str | None:
     """Run a program once on its input. None if it ends within its limits, else the reason for the refusal.
 
@@ -56,17 +57,18 @@ def refused(
         program: Python that calls `limit()` after its imports, and `answer(word)`: "ok", or the reason for a refusal.
             "ok" makes the input trusted. If the program cannot run at all (no /proc, no such library), nothing is
             refused.
-        asked: The input, as JSON, which the program finds in `asked`.
-        known_by: The key that it is trusted by, instead of `asked`: a file's own hash.
+        inputs: The input, as JSON, which the program finds in `asked`.
+        known_by: The key that it is trusted by, instead of `inputs`: a file's own hash.
     """
-    key = hashlib.sha256(json.dumps([TRUST, kind, program, known_by or asked, seconds, mebibytes]).encode()).hexdigest()
+    content = json.dumps([TRUST, kind, program, known_by or inputs, seconds, mebibytes])
+    key = hashlib.sha256(content.encode()).hexdigest()
     if key not in _found_here:
-        _found_here[key] = None if is_trusted(key) else _tried(key, program, asked, seconds, mebibytes)
+        _found_here[key] = None if is_trusted(key) else _tried(key, program, inputs, seconds, mebibytes)
     return _found_here[key]
 
 
-def _tried(key: str, program: str, asked: dict[str, Any], seconds: int, mebibytes: int) -> str | None:
-    request = {**asked, "seconds": seconds, "mebibytes": mebibytes, "sys.path": sys.path}
+def _tried(key: str, program: str, inputs: dict[str, Any], seconds: int, mebibytes: int) -> str | None:
+    request = {**inputs, "seconds": seconds, "mebibytes": mebibytes, "sys.path": sys.path}
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     try:
         process = subprocess.run(
@@ -159,8 +161,8 @@ def template_problem(source: str) -> str | None:
     """Why a chat template is refused; None if it ends within its limits on small chats."""
     if "{" not in source:
         return None
-    asked, seconds = {"template": source}, TEMPLATE_SECONDS
-    return refused("template", _TEMPLATE, asked, seconds=seconds, mebibytes=TEMPLATE_MEBIBYTES)
+    inputs, seconds = {"template": source}, TEMPLATE_SECONDS
+    return refused("template", _TEMPLATE, inputs, seconds=seconds, mebibytes=TEMPLATE_MEBIBYTES)
 
 
 # Gemma 3's file of 33 MB takes 4 s and 0.6 GiB.
@@ -197,22 +199,15 @@ def look_at_tokenizer(folder: Path) -> None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return
-    try:
-        with open_regular(path) as file:
-            if file.seek(0, 2) > MOST_TOKENIZER:
-                raise unreadable(path, f"is larger than {MOST_TOKENIZER / 2**20:,.0f} MiB")
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise unreadable(path, f"cannot be read: {error.strerror}", "check the file") from None
-    problem = _tokenizer_problem(path, digest)
+    with library_errors(reading=path), open_regular(path) as file:
+        if file.seek(0, 2) > MOST_TOKENIZER:
+            raise unreadable(path, f"is larger than {MOST_TOKENIZER / 2**20:,.0f} MiB")
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    inputs, seconds = {"path": str(path.resolve())}, TOKENIZER_SECONDS
+    problem = refused("tokenizer", _TOKENIZER, inputs, known_by=digest, seconds=seconds, mebibytes=TOKENIZER_MEBIBYTES)
     if problem is not None:
         raise unreadable(path, f"the tokenizer {problem}")
-
-
-def _tokenizer_problem(path: Path, digest: str) -> str | None:
-    asked, seconds = {"path": str(path.resolve())}, TOKENIZER_SECONDS
-    return refused("tokenizer", _TOKENIZER, asked, known_by=digest, seconds=seconds, mebibytes=TOKENIZER_MEBIBYTES)
 
 
 PATTERN_SECONDS, PATTERN_MEBIBYTES = 1, 256
@@ -242,8 +237,8 @@ def refuse_slow_patterns(place: str, patterns: Collection[str], names: Iterable[
         return
     # One layer's names are enough: the others differ by a number only.
     kinds = {re.sub(r"\d+", "0", name): name for name in names}
-    asked = {"patterns": doubtful, "names": sorted(kinds.values())}
-    problem = refused("patterns", _PATTERNS, asked, seconds=PATTERN_SECONDS, mebibytes=PATTERN_MEBIBYTES)
+    inputs = {"patterns": doubtful, "names": sorted(kinds.values())}
+    problem = refused("patterns", _PATTERNS, inputs, seconds=PATTERN_SECONDS, mebibytes=PATTERN_MEBIBYTES)
     if problem is not None:
         shown = one_line(doubtful[0], 60)
         raise FinetuneError(f"{place}: matching the model's names by {shown!r} {problem}; write a list of names")

@@ -9,13 +9,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from finetune.library_errors import library_errors
 from finetune.output_stream import has_controls, one_line
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import kind_by_head, parse_document, unreadable
@@ -47,23 +48,22 @@ class TensorFacts:
 
 def read_header(path: Path) -> dict[str, TensorFacts]:
     """A file's tensors by name. Raises FinetuneError, in one line, if the file is not whole and consistent."""
-    try:
-        with open_regular(path) as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            head = file.read(LENGTH_BYTES)
-            length = int.from_bytes(head, "little")
-            if not size or len(head) < LENGTH_BYTES or length > min(MOST_HEADER, size - LENGTH_BYTES):
-                what = kind_by_head(head + file.read(56))
-                if not what and length <= size - LENGTH_BYTES:
-                    most = f"{MOST_HEADER / 2**20:.0f} MiB, the names of 250,000 tensors, are read"
-                    problem = f"has a header of {length:,} bytes, and at most {most}"
-                    raise unreadable(path, problem, "store it in several files")
-                cut_off = f"has {size:,} bytes, and its header alone would be {length:,}" if size else "is empty"
-                raise _no_safetensors(path, f"is {what}" if what else cut_off)
-            content = file.read(length)
-    except OSError as error:
-        raise unreadable(path, f"cannot be read: {error.strerror}", "check the file") from None
+    with library_errors(reading=path), open_regular(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        head = file.read(LENGTH_BYTES)
+        length = int.from_bytes(head, "little")
+        if not size or len(head) < LENGTH_BYTES or length > min(MOST_HEADER, size - LENGTH_BYTES):
+            if what := kind_by_head(head + file.read(56)):
+                raise _no_safetensors(path, f"is {what}")
+            if not size:
+                raise _no_safetensors(path, "is empty")
+            if length > size - LENGTH_BYTES:
+                raise _no_safetensors(path, f"has {size:,} bytes, and its header alone would be {length:,}")
+            most = f"{MOST_HEADER / 2**20:.0f} MiB, the names of 250,000 tensors, are read"
+            problem = f"has a header of {length:,} bytes, and at most {most}"
+            raise unreadable(path, problem, "store it in several files")
+        content = file.read(length)
     header = parse_document(path, content, unique=True)
     if not isinstance(header, dict):
         raise _no_safetensors(path, "has a header that is not a JSON object")
@@ -71,8 +71,18 @@ def read_header(path: Path) -> dict[str, TensorFacts]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _no_safetensors(path, "has __metadata__ that is not texts by name")
     ranges = [_range(path, name, entry) for name, entry in header.items()]
-    _refuse_gaps(path, ranges, size - LENGTH_BYTES - length)
-    _refuse_what_safetensors_does(path)
+    at, nbytes = 0, size - LENGTH_BYTES - length
+    for begin, end in sorted(ranges):
+        if begin != at:
+            raise _no_safetensors(path, "has tensors that overlap, or bytes between them that belong to none")
+        at = end
+    if at != nbytes:
+        raise _no_safetensors(path, f"has {nbytes:,} bytes of data, and its header names {at:,}")
+    try:  # safetensors refuses some JSON that Python reads: half a letter (`\ud800`) in a text
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise _no_safetensors(path, f"cannot be read by safetensors: {one_line(error, 200)}") from None
     return {name: TensorFacts(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
 
 
@@ -96,15 +106,6 @@ def add_metadata(path: Path, texts: Mapping[str, str]) -> None:
         changed.write(len(content).to_bytes(LENGTH_BYTES, "little") + content)
         shutil.copyfileobj(file, changed, 2**24)
     os.replace(aside, path)
-
-
-def _refuse_what_safetensors_does(path: Path) -> None:
-    """safetensors refuses some JSON that Python reads: half a letter (`\\ud800`) in a text."""
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise _no_safetensors(path, f"cannot be read by safetensors: {one_line(error, 200)}") from None
 
 
 def _no_safetensors(path: Path, what: str) -> Exception:
@@ -132,13 +133,3 @@ def _range(path: Path, name: str, entry: Any) -> tuple[int, int]:
 
 def _counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**62 for value in values)
-
-
-def _refuse_gaps(path: Path, ranges: Iterable[tuple[int, int]], nbytes: int) -> None:
-    at = 0
-    for begin, end in sorted(ranges):
-        if begin != at:
-            raise _no_safetensors(path, "has tensors that overlap, or bytes between them that belong to none")
-        at = end
-    if at != nbytes:
-        raise _no_safetensors(path, f"has {nbytes:,} bytes of data, and its header names {at:,}")

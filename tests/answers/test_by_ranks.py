@@ -8,18 +8,17 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from finetune.answers.by_ranks import Computing, rank_0_first
 from finetune.cli.main import main
 from finetune.errors import DoesNotFit, FinetuneError
 from finetune.files import read_lines, write_json
 from finetune.finished_run import finished_run as load_run
 from finetune.finished_run import fitting
+from finetune.strategies.pieces import Ranks
 from finetune.untrusted.json_files import read_object
 from tests.support.models.tiny import save_tiny
 from tests.support.runs.curve_table import skip_where_missing
@@ -49,7 +48,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("found", [{"left": [3]}, None, FinetuneError("rank 0 has no disk")])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_decides_for_every_rank(rank: int, found: Any) -> None:
+def test_rank_0_decides_for_every_rank(rank: int, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 acts never, and has rank 0's result or its mistake."""
     acted, sent = list[int](), list[Any]()
 
@@ -63,9 +62,9 @@ def test_rank_0_decides_for_every_rank(rank: int, found: Any) -> None:
         sent.append(own)
         return [found, "rank 1's own"]
 
-    by = Computing(torch.device("cpu"), cast(Any, SimpleNamespace(rank=rank, world=2, gather=gather)))
+    monkeypatch.setattr(Ranks, "gather", lambda _, own: gather(own))
     with pytest.raises(FinetuneError, match="no disk") if isinstance(found, FinetuneError) else nullcontext():
-        assert rank_0_first(by, act) == found
+        assert Ranks(rank, 2).rank_0_first(act) == found
     assert (acted, sent) == (([0], [found]) if rank == 0 else ([], [None]))
 
 

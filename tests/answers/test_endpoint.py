@@ -217,18 +217,18 @@ def test_kept_answers_are_of_one_server_and_one_request(tmp_path: Path) -> None:
     file = tmp_path / "kept.jsonl"
     place = Endpoint("http://a/v1", "tuned")
     kept = module.KeptAnswers(file, place)
-    key, found = kept.of("tuned", CHAT, 8)
-    assert found is None
+    key, answer = kept.find("tuned", CHAT, 8, module.LIKELIEST)
+    assert answer is None
     kept.keep(key, module.Answer("yes", True))
     file.write_text(file.read_text() + '{"asked": 1}\n{"asked": "x", "te')  # torn by a crash
-    assert module.KeptAnswers(file, place).of("tuned", CHAT, 8)[1] == module.Answer("yes", True)
+    assert module.KeptAnswers(file, place).find("tuned", CHAT, 8, module.LIKELIEST)[1] == module.Answer("yes", True)
     for other, model, asked, new in (
         (Endpoint("http://b/v1", "tuned"), "tuned", CHAT, 8),
         (place, "base", CHAT, 8),
         (place, "tuned", Passage("why", ""), 8),
         (place, "tuned", CHAT, 9),
     ):
-        assert module.KeptAnswers(file, other).of(model, asked, new)[1] is None
+        assert module.KeptAnswers(file, other).find(model, asked, new, module.LIKELIEST)[1] is None
 
 
 def test_half_of_a_character_is_an_answer(run: Path, server: OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
@@ -459,7 +459,7 @@ def test_a_key_that_a_server_refuses_is_sent_otherwise(fault: str, key: str, ser
     """OpenAI's reasoning models call max_tokens otherwise, and Mistral's API takes no seed."""
     server.fault_of = lambda body: fault if key in body else ""
     answer = reply_of(
-        Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=64, drawn=module.Drawn(1.0, seed=3)
+        Endpoint(f"{server.url}/v1", "tuned"), "tuned", CHAT, max_new_tokens=64, sampling=module.Sampling(1.0, seed=3)
     )
     assert answer.ended
     sent = server.asked[-1][1]

@@ -75,7 +75,7 @@ def test_the_mean_is_over_tokens(tmp_path: Path, tiny_llama: Path, capsys: pytes
     run = finished_run(tmp_path, tiny_llama, lora=None)
     assert main(["eval", str(run), "--json"]) == 0
     actual = json.loads(capsys.readouterr().out)["held_out"]
-    from finetune.model.build import load_tokenizer
+    from finetune.model.new_tokens import load_tokenizer
     from finetune.recipe.loader import recipe_from_resolved
     from finetune.tokens.dataset import prepare
 
@@ -240,7 +240,7 @@ def by_hand(run: Path, folder: Path, which: str) -> float:
     """The task's accuracy: which of the two choices, after a blank, has the higher probability."""
     from finetune.answers.evaluation import models_of
     from finetune.finished_run import finished_run as open_finished
-    from finetune.model.build import load_tokenizer
+    from finetune.model.new_tokens import load_tokenizer
 
     opened = open_finished(run)
     tokenizer = load_tokenizer(opened.recipe)

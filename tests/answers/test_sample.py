@@ -21,11 +21,11 @@ from finetune.answers.kept_rows import pass_at
 from finetune.answers.next_recipe import next_recipe
 from finetune.answers.own_scorer import OwnScorer
 from finetune.cli.main import main
-from finetune.files import append_lines, read_lines
+from finetune.files import append_lines, json_lines, read_lines
 from finetune.finished_run import FinishedRun
 from finetune.generation import generate
 from finetune.generation import held_out as scored_answers
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe, recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import prepare
@@ -120,19 +120,15 @@ def test_stopped_ten_times_and_continued(
 @pytest.mark.thorough
 def test_the_batch_changes_no_byte(run: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less memory for batches, rounds of four tokens, prompts in groups of seven. A batch has one prompt's answers."""
-    own, answers, rows = sample._way, scored_answers.greedy_answers, list[set[int]]()
+    answers, rows = scored_answers.greedy_answers, list[set[int]]()
     monkeypatch.setattr(scored_answers, "BATCH_TOKENS", 300)
     monkeypatch.setattr(generate, "FIRST_ROUND", 4)
-
-    def in_sevens(*arguments: Any) -> Any:
-        how, _, author = own(*arguments)
-        return how, 7, author
 
     def counted(*arguments: Any, **options: Any) -> Any:
         rows.append({row for row, _ in options["draws"]})
         return answers(*arguments, **options)
 
-    monkeypatch.setattr(sample, "_way", in_sevens)
+    monkeypatch.setattr(sample, "_prompts_at_once", lambda *_: 7)
     monkeypatch.setattr(scored_answers, "greedy_answers", counted)
     assert main(words(run, tmp_path / "out")) == 0
     assert (tmp_path / "out/answers.jsonl").read_bytes() == (whole / "answers.jsonl").read_bytes()
@@ -325,36 +321,48 @@ def test_an_unknown_source_is_one_line(
         ("import ctypes; ctypes.string_at(0)", "ended its process (SIGSEGV)"),
     ],
 )
-def test_a_bad_scorer_costs_one_prompt(
-    bad: str, words_of_it: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_bad_scorer_costs_one_answer(
+    bad: str, words_of_it: str, run: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second prompt alone; then the scorer is mended, and all answers are scored again."""
-    file = tmp_path / "bad.py"
+    """One answer of the second prompt alone; then the scorer is mended, and it is scored."""
+    file, lines = tmp_path / "bad.py", read_lines(whole / "answers.jsonl")[:8]
+    texts = [answer["text"] for line in lines for answer in line["answers"]]
+    text = next(answer["text"] for answer in lines[1]["answers"] if texts.count(answer["text"]) == 1)
     code = (
         "def score(answer, reference, row):\n"
-        "    if row['messages'][0]['content'].endswith('NUMBER'):\n"
+        f"    if answer == {text!r}:\n"
         "        BAD\n"
         "    return len(answer) % 3 == 0\n"
     )
-    file.write_text(code.replace("NUMBER", " 1").replace("BAD", bad), "utf-8")
+    file.write_text(code.replace("BAD", bad), "utf-8")
     command = [
         *words(run, tmp_path / "out", "--scorer", f"{file}:score", "--limit", "8", "--scorer-seconds", "0.3"),
         "--json",
     ]
     assert main(command) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert figures["failed"] == 1
+    assert figures["failed"] == figures["left_out"]["the scorer failed"] == 1
     assert words_of_it in figures["first_failure"]
-    assert figures["left_out"]["the scorer failed"] == 8
-    lines = read_lines(tmp_path / "out/answers.jsonl")
-    assert [line["row"] for line in lines if "problem" in line] == [1]
+    for line, scored in zip(read_lines(tmp_path / "out/answers.jsonl"), lines, strict=True):
+        for answer, right in zip(line["answers"], scored["answers"], strict=True):
+            assert answer["score"] == (None if answer["text"] == text else right["score"])
+            assert ("problem" in answer) is (answer["text"] == text)
     file.write_text(code.replace("BAD", "pass"), "utf-8")
     assert main(command) == 0
-    mended = json.loads(capsys.readouterr().out)
-    assert mended["failed"] == 0
-    assert [[each["text"] for each in line["answers"]] for line in lines] == [
-        [each["text"] for each in line["answers"]] for line in read_lines(tmp_path / "out/answers.jsonl")
-    ]
+    assert json.loads(capsys.readouterr().out)["failed"] == 0
+    assert read_lines(tmp_path / "out/answers.jsonl") == lines
+
+
+def test_an_earlier_releases_failed_prompt_is_scored_again(run: Path, whole: Path, tmp_path: Path) -> None:
+    """It wrote one problem for a prompt, and no score."""
+    folder = shutil.copytree(whole, tmp_path / "out")
+    lines = read_lines(folder / "answers.jsonl")
+    lines[1] |= {"problem": "took more than 10 s"}
+    for answer in lines[1]["answers"]:
+        answer |= {"score": None, "unread": False}
+    (folder / "answers.jsonl").write_text(json_lines(lines), "utf-8")
+    assert main(words(run, folder)) == 0
+    assert (folder / "answers.jsonl").read_bytes() == (whole / "answers.jsonl").read_bytes()
 
 
 def test_a_scorer_that_mostly_fails_ends_the_command(

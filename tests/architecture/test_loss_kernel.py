@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from finetune.architecture import loss
 from finetune.architecture.compiled import loss_kernel
-from finetune.architecture.compiled.loss_kernel import compare_with_written, compiled_loss, loss_and_slope
+from finetune.architecture.compiled.loss_kernel import compare_with_written, compiled_loss, loss_in_one_kernel
 from finetune.architecture.loss import summed_cross_entropy
 from finetune.errors import EnvironmentMismatch
 from tests.support.runs.recipes import least_recipe
@@ -32,7 +32,7 @@ def test_loss_and_slope_are_those_of_float64(inner: float) -> None:
     exact = product.double().requires_grad_()
     expected = F.cross_entropy(inner * exact, target, reduction="none")
     expected.sum().backward()
-    lost = loss_and_slope(product, target, inner)
+    lost = loss_in_one_kernel(product, target, inner)
     assert torch.allclose(lost.squeeze(1).double(), expected.detach(), rtol=2e-6)
     assert exact.grad is not None
     assert torch.allclose(product.double(), exact.grad, rtol=2**-8, atol=1e-7), "rounded once, to bfloat16"
@@ -110,7 +110,7 @@ def test_a_kernel_that_differs_is_left_off(what: str, capable: None, monkeypatch
     def wrong(product: torch.Tensor, target: torch.Tensor, inner: float) -> torch.Tensor:
         if what == "nothing":
             raise RuntimeError("no compiler")
-        lost = loss_and_slope(product, target, inner)
+        lost = loss_in_one_kernel(product, target, inner)
         product[5, 7] += 1e-3 if what == "gradient" else 0
         return lost * (1.0001 if what == "loss" else 1)
 

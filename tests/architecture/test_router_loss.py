@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from finetune.errors import FinetuneError
@@ -153,26 +155,34 @@ def test_the_documents_are_ragged() -> None:
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_moe"])
 def test_tokens_go_to_the_experts_that_they_go_to_without_autocast(family: str, tmp_path: Path) -> None:
-    """GLM 4.5 and DeepSeek V3 multiply in float32 there; autocast would send 5 and 6 of 1,028 tokens elsewhere."""
-    folder = save_mixture(tmp_path, family)
-    for weights in (torch.float32, torch.bfloat16):  # transformers keeps these routers' weights in float32
-        recipe = least_recipe(folder, model={"dtype": "bfloat16"}, lora={"r": 4})
-        model, chosen, losses = build_model(recipe, torch.device("cpu")).bfloat16(), list[torch.Tensor](), []
-        for path, module in model.named_modules():
-            if path.endswith(".mlp.gate") and family != "qwen3_moe":
-                assert "forward" in vars(module)
-                module.to(weights)
-            if path.endswith(".mlp.experts") and hasattr(module, "down_proj") and module.down_proj.ndim == 3:
-                module.register_forward_pre_hook(
-                    lambda _, given, chosen=chosen: chosen.append(given[1].sort(-1).values)
-                )
-        batch = flat_batch((300, 20, 170, 61, 222, 37, 128, 90), vocabulary=97)
-        for enabled in (True, False):
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                losses.append(float(model(**batch)))
-        half = len(chosen) // 2
-        assert half == (2 if family == "qwen3_moe" else 1)
-        assert [int((one != other).sum()) for one, other in zip(chosen[:half], chosen[half:], strict=True)] == [
-            0
-        ] * half
-        assert losses[0] == losses[1]
+    """GLM 4.5 and DeepSeek V3 multiply in float32 there; autocast would send 5 and 6 of 1,028 tokens elsewhere.
+
+    FSDP2 computes without autocast too. It gathers a float32 router in 16 bits, which hold its values.
+    """
+    folder, batch = save_mixture(tmp_path, family), flat_batch((300, 20, 170, 61, 222, 37, 128, 90), vocabulary=97)
+    recipe = least_recipe(folder, model={"dtype": "bfloat16"}, lora={"r": 4})
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for weights in (torch.float32, torch.bfloat16):  # transformers keeps these routers' weights in float32
+            model, chosen = build_model(recipe, torch.device("cpu")).bfloat16(), list[torch.Tensor]()
+            for path, module in model.named_modules():
+                if path.endswith(".mlp.gate") and family != "qwen3_moe":
+                    assert "forward" in vars(module)
+                    module.to(weights)
+                if path.endswith(".mlp.experts") and hasattr(module, "down_proj") and module.down_proj.ndim == 3:
+                    module.register_forward_pre_hook(
+                        lambda _, given, chosen=chosen: chosen.append(given[1].sort(-1).values)
+                    )
+            results = []
+            for strategy in ("autocast", "none", "fsdp2"):
+                if strategy == "fsdp2":
+                    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+                with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=strategy == "autocast"):
+                    results.append((float(model(**batch)), torch.stack(chosen)))
+                assert len(chosen) == (2 if family == "qwen3_moe" else 1)
+                chosen.clear()
+            loss, experts = results[0]
+            assert [int((other != experts).sum()) for _, other in results[1:]] == [0, 0]
+            assert [other for other, _ in results[1:]] == [loss, loss]
+    finally:
+        dist.destroy_process_group()

@@ -107,7 +107,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from finetune.recipe.loader import load_recipe
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.tokens.dataset import prepare
 recipe = load_recipe({recipe!r}).recipe
 rows = prepare(recipe, load_tokenizer(recipe)).train

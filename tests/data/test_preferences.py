@@ -216,9 +216,9 @@ NAMES = {
 def test_pairs_are_found_by_their_names() -> None:
     assert {names: pair_of_answers(names) for names in NAMES} == NAMES
     scores = {"prompt": "a", "score_chosen": 1.0, "score_rejected": 0.5}
-    assert not [reading for reading in readings("auto", [scores]).found if reading.objective != "supervised"]
+    assert not [reading for reading in readings("auto", [scores]).plausible if reading.objective != "supervised"]
     row = {"system_prompt": "s", "prompt": "a", "win": "b", "lose": "c"}
-    (reading,) = readings("auto", [row]).found
+    (reading,) = readings("auto", [row]).plausible
     assert reading.columns == {
         "system": "system_prompt", "instruction": "prompt", "chosen": "win", "rejected": "lose"
     }  # fmt: skip

@@ -387,7 +387,10 @@ REFUSED: dict[str, tuple[Row, str]] = {
 def test_one_sure_reading(name: str) -> None:
     row, format, columns = READ[name]
     found = readings("auto", [row(n) for n in range(30)])
-    assert (found.obstacle, [(each.format, dict(each.columns)) for each in found.found]) == ("", [(format, columns)])
+    assert (found.obstacle, [(one.format, dict(one.columns)) for one in found.plausible]) == (
+        "",
+        [(format, columns)],
+    )
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -395,7 +398,7 @@ def test_a_question(name: str) -> None:
     row, plausible = ASKED[name]
     found = readings("auto", [row(n) for n in range(30)])
     assert not found.obstacle
-    assert [dict(each.columns) for each in found.found] == plausible
+    assert [dict(each.columns) for each in found.plausible] == plausible
 
 
 @pytest.mark.parametrize("name", REFUSED)

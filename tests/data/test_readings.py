@@ -79,7 +79,7 @@ CLEAR = {
 @pytest.mark.parametrize("name", CLEAR)
 def test_clear_columns_have_one_reading(name: str) -> None:
     table, columns = CLEAR[name]
-    found = readings("auto", table).found
+    found = readings("auto", table).plausible
     assert [dict(reading.columns) for reading in found] == [columns]
 
 
@@ -93,7 +93,7 @@ def test_clear_columns_have_one_reading(name: str) -> None:
     ids=["two languages", "two texts", "two possible answers"],
 )
 def test_where_two_readings_are_plausible_all_are_offered(table: list[dict[str, Any]], first: str) -> None:
-    found = readings("auto", table).found
+    found = readings("auto", table).plausible
     assert len(found) > 1
     assert found[0].columns["instruction"] == first
 
@@ -132,7 +132,7 @@ SAID = [{"role": "assistant", "content": "So."}]
     ],
 )  # fmt: skip
 def test_pairs_and_judged_answers_are_found(table: list[dict[str, Any]], format: str, columns: dict[str, str]) -> None:
-    (reading,) = readings("auto", table).found
+    (reading,) = readings("auto", table).plausible
     assert (reading.format, dict(reading.columns)) == (format, columns)
     assert reading.objective == {"preference": "dpo", "kto": "kto", "alpaca": "supervised"}[format]
 
@@ -142,7 +142,7 @@ def test_texts_inside_an_object_are_asked_about_beside_another_text() -> None:
     found = readings(
         "auto", rows(title="Machine {}".format, qa=lambda n: {name: make(n) for name, make in inside.items()})
     )
-    assert [dict(reading.columns) for reading in found.found] == [
+    assert [dict(reading.columns) for reading in found.plausible] == [
         {"instruction": "qa.question", "output": "qa.answer"},
         {"text": "title"},
     ]
@@ -188,7 +188,9 @@ JUDGED: list[tuple[str, list[Any], dict[str, bool | None] | None]] = [
 
 @pytest.mark.parametrize(("name", "values", "says"), JUDGED)
 def test_few_values_that_repeat_may_judge(name: str, values: list[Any], says: dict[str, bool | None] | None) -> None:
-    found = readings("auto", rows(question=question, answer=answer, **{name: lambda n: values[n % len(values)]})).found
+    found = readings(
+        "auto", rows(question=question, answer=answer, **{name: lambda n: values[n % len(values)]})
+    ).plausible
     if says is None:
         assert [reading.format for reading in found] == ["alpaca"]
         return
@@ -206,6 +208,6 @@ def test_a_transcript_in_one_text_is_refused_and_tools_are_no_answer() -> None:
     calls = rows(
         query=question, answers=lambda n: json.dumps([{"name": "look", "n": n}]), tools=lambda n: f"{tools} "[:-1]
     )
-    assert [dict(reading.columns) for reading in readings("auto", calls).found] == [
+    assert [dict(reading.columns) for reading in readings("auto", calls).plausible] == [
         {"instruction": "query", "output": "answers"}
     ]

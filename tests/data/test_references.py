@@ -16,7 +16,7 @@ from finetune.data.rows import check_rows, reference_in
 from finetune.data.sources import asked_entry
 from finetune.errors import DataError
 from finetune.generation.held_out import held_out_set
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet
 from finetune.recipe.sections.results import Generate

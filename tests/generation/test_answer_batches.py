@@ -24,7 +24,7 @@ from finetune.generation.generate import (
     prompt_batches,
     round_ends,
 )
-from finetune.generation.held_out import Answering, ScoredSet, generated_answers, layers_left_out, tokens_that_fit
+from finetune.generation.held_out import Batching, ScoredSet, generated_answers, layers_left_out, tokens_that_fit
 from finetune.measure.out_of_memory import Memory, memory_of
 from finetune.scoring.metrics import Scored
 from finetune.strategies.pieces import Ranks
@@ -62,7 +62,7 @@ def decode_steps(model: Any, new: int, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(scored_answers, "greedy_answers", never_ending)
     prompts = [SamplePrompt([5] * length, "", None) for length in LENGTHS]
     asked = ScoredSet("rows", prompts, [Scored("", "place")] * len(prompts), [], new)
-    found = generated_answers(model, tiny_tokenizer(), asked, Answering(True, CPU))
+    found = generated_answers(model, tiny_tokenizer(), asked, Batching(True, CPU))
     assert [len(each.tokens) for each in found] == [new] * len(prompts)
     assert max(tokens) <= tokens_that_fit(model, CPU, Ranks())
     return sum(steps)
@@ -133,7 +133,7 @@ def test_answers_are_those_of_each_prompt_alone_and_rows_leave_where_they_end(
     model = shaken()
     with answering(model):
         free = answer(model, tiny_tokenizer(), asked.prompts[0].prompt_ids, max_new_tokens=20)
-    found = generated_answers(model, tiny_tokenizer(), asked, Answering(True, CPU))
+    found = generated_answers(model, tiny_tokenizer(), asked, Batching(True, CPU))
     assert found[0].text == free
     # Tokens that some answers have early and others never.
     model.generation_config.eos_token_id = [found[0].tokens[1], found[3].tokens[7], found[5].tokens[15]]
@@ -145,7 +145,7 @@ def test_answers_are_those_of_each_prompt_alone_and_rows_leave_where_they_end(
         return genuine(*given, **named)
 
     monkeypatch.setattr(scored_answers, "greedy_answers", counted)
-    found = generated_answers(model, tiny_tokenizer(), asked, Answering(True, CPU))
+    found = generated_answers(model, tiny_tokenizer(), asked, Batching(True, CPU))
     assert [each.text for each in found] == alone(model, asked)
     assert rows[0] == 11
     assert 11 > rows[1] > rows[-1]
@@ -165,7 +165,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_told_once(asked: ScoredSet, mon
         return genuine(model, tokenizer, prompts, **options)
 
     monkeypatch.setattr(scored_answers, "greedy_answers", full)
-    how = Answering(True, CPU)
+    how = Batching(True, CPU)
     found = generated_answers(model, tiny_tokenizer(), asked, how, say=said.append)
     assert [each.text for each in found] == alone(model, asked)
     assert max(sizes) == 3

@@ -58,10 +58,10 @@ def test_the_best_step_by_a_score(
     tiny_llama: Path, rows: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scores of 0.25, 0.5 and 0.5 after the steps: the first of the highest is exported."""
-    from finetune.generation import held_out as scored_answers
 
     values = iter([0.0, 0.25, 0.5, 0.5])
-    monkeypatch.setattr(scored_answers, "scores_on_all", lambda asked, *_: {"exact": [next(values)] * len(asked.items)})
+    scores = lambda rows, *_: {"exact": [next(values)] * len(rows.items)}  # noqa: E731
+    monkeypatch.setattr("finetune.training.row_scorer.scores_on_all", scores)
     best = {"metric_for_best_model": "eval_exact", "load_best_model_at_end": True, "max_steps": 3}
     recipe = scoring(tmp_path / "run", tiny_llama, rows, training=best, save_steps=1)
     assert main([str(recipe)]) == 0

@@ -97,7 +97,7 @@ def expected(run: Learned) -> list[str]:
 
 def in_samples(run: Learned) -> list[str]:
     asked = Questions(run.prepared.prompts, [range(8)], NEW)
-    lines = samples(run.model, run.tokenizer, asked, CPU, lambda _: None, together=False)
+    lines = samples(run.model, run.tokenizer, asked, CPU, lambda _: None, synced=False)
     by_question = {question: line["answer"] for line in lines for question in PAIRS if question in line["prompt"]}
     return [by_question[question] for question in PAIRS]
 
@@ -432,7 +432,7 @@ def test_merged_and_by_llama_cpp(
         )["input_ids"]
         for question in PAIRS
     ]
-    merge_run(run.folder, dtype=None, base=None, prompts=0, log=lambda _: None)
+    merge_run(run.folder, dtype=None, base=None, prompts=0, say=lambda _: None)
     assert by_generate(run.folder / "merged", family.as_wanted) == right
     facts = write_gguf(run.folder, "f16", lambda _: None)
     with by_llama_cpp(facts["file"], prompts) as (said, url):

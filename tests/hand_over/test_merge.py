@@ -84,7 +84,7 @@ def test_a_model_without_buffers_is_merged(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "opt", ffn_dim=128)
     run = finished_run(tmp_path, base)
     assert not list(plain(base).buffers())
-    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, say=print)
     assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
     assert facts["agreement"]["candidates"]["own"]["kl"] < 1e-6
 
@@ -97,7 +97,7 @@ def test_the_merged_model_is_the_base_with_its_adapter(
     tmp_path: Path, bases: dict[str, Path], kind: str, method: str
 ) -> None:
     run = finished_run(tmp_path, bases[kind], lora=METHODS[method])
-    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, say=print)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[kind]), str(run / "adapter")).eval()
     expected, actual = logits(adapted), logits(plain(run / "merged"))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
@@ -140,7 +140,7 @@ def test_an_adapter_that_0_1_moved_out_of_its_base_is_merged(
         said = capsys.readouterr().err
         assert f"lora.init_lora_weights: is {init}; 0.1.0 is the last release that trains and reads it;" in said
         assert said.count("finetune merge RUN") == 1
-    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, say=print)
     agreed = facts["agreement"]["candidates"][facts["base"]]
     assert (agreed["top1"], facts["base"]) == (1.0, "own" if quantization is None else "dequantized")
     assert agreed["kl"] < 1e-8 < 1e-4 < facts["agreement"]["base"]["kl"]
@@ -161,7 +161,7 @@ def test_a_base_whose_files_and_configuration_disagree(tmp_path: Path, method: s
     way, one, _ = method.partition(", one matrix")
     base = changed_base(tmp_path / "base", tied=True, change=head_alone if one else bool)
     run = finished_run(tmp_path, base, lora=METHODS[way])
-    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, say=print)
     assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
     assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
     merged_model = plain(run / "merged")
@@ -175,7 +175,7 @@ def test_a_base_whose_files_and_configuration_disagree(tmp_path: Path, method: s
 def test_a_base_with_one_matrix_under_the_heads_name(tmp_path: Path) -> None:
     base = changed_base(tmp_path / "base", tied=True, change=head_alone)
     run = finished_run(tmp_path, base)
-    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, say=print)
     assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
     merged_model = plain(run / "merged")
     assert merged_model.lm_head.weight is merged_model.model.embed_tokens.weight
@@ -186,7 +186,7 @@ def test_a_base_with_one_matrix_under_the_heads_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_other_families(tmp_path: Path, bases: dict[str, Path], family: str) -> None:
     run = finished_run(tmp_path, bases[family])
-    facts = merge_run(run, dtype="float32", base=None, prompts=3, log=print)
+    facts = merge_run(run, dtype="float32", base=None, prompts=3, say=print)
     assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
 
 
@@ -202,13 +202,13 @@ def test_experts_are_merged_into_the_files_of_their_base(tmp_path: Path, family:
     lora = {"target_modules": ["q_proj"], "target_parameters": targets, "rank_pattern": {"experts.down_proj": 2}}
     run = finished_run(tmp_path, base, lora=lora, model={"attention": "eager"}, data={"packing": False})
     plan = merging.plan_merge(load_recipe(run / "recipe.yaml").recipe, run, torch.device("cpu"))
-    merging.write_merged(plan, run / "merged", torch.float32, dequantized=False, log=print)
+    merging.write_merged(plan, run / "merged", torch.float32, dequantized=False, say=print)
     assert load_file(run / "merged" / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(run / "adapter")).eval()
     torch.testing.assert_close(logits(plain(run / "merged")), logits(adapted), rtol=1e-4, atol=1e-4)
     assert (logits(adapted) - logits(plain(base))).abs().max() > 0.1
     if family == "mixtral":
-        facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+        facts = merge_run(run, dtype=None, base=None, prompts=3, say=print)
         assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
 
 
@@ -227,7 +227,7 @@ def test_the_text_part_is_merged_into_the_whole_multimodal_model(tmp_path: Path,
     base = save_multimodal(family, tmp_path / "base")
     (base / "preprocessor_config.json").write_text('{"size": 28}')
     run = finished_run(tmp_path, base, lora={"modules_to_save": ["embed_tokens"]})
-    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, say=print)
     assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
     folder = run / "merged"
     before, after = load_file(base / "model.safetensors"), load_file(folder / "model.safetensors")
@@ -249,7 +249,7 @@ def test_ranks_by_whole_paths_of_the_text_part_are_found_when_it_is_merged(tmp_p
     ranks = {"^model.layers.0.self_attn.q_proj": 2, "^model.layers.1.mlp.up_proj": 6}
     scales = {"^model.layers.1.self_attn.v_proj": 3}
     run = finished_run(tmp_path, base, lora={"rank_pattern": ranks, "alpha_pattern": scales})
-    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, say=print)
     assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
 
 
@@ -260,13 +260,13 @@ def test_over_a_4_bit_base_the_weights_that_training_saw_are_merged(
     tmp_path: Path, bases: dict[str, Path], lora: dict[str, Any], tied: str
 ) -> None:
     run = finished_run(tmp_path, bases[tied], lora=lora, quantization=NF4)
-    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, say=print)
     dequantized = facts["agreement"]["candidates"]["dequantized"]
     assert facts["base"] == "dequantized"
     assert dequantized["top1"] == 1.0
     assert not list(run.glob(".tmp-*"))
     assert "quantization_config" not in json.loads((run / "merged" / "config.json").read_text())
-    chosen = merge_run(run, dtype=None, base="own", prompts=3, log=print)
+    chosen = merge_run(run, dtype=None, base="own", prompts=3, say=print)
     assert chosen["base"] == "own"
     own = chosen["agreement"]["candidates"]["own"]
     assert dequantized["kl"] < 1e-8 < 1e-5 < own["kl"] < facts["agreement"]["base"]["kl"]
@@ -283,7 +283,7 @@ def test_experts_in_4_bits_are_merged_as_training_saw_them(tmp_path: Path, famil
     quantization = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
     run = finished_run(tmp_path, base, lora={"target_parameters": targets}, quantization=quantization, **sections)
     adapted = load_adapted(opened(run), torch.device("cpu"))
-    facts = merge_run(run, dtype="float32", base=None, prompts=3, log=print)
+    facts = merge_run(run, dtype="float32", base=None, prompts=3, say=print)
     assert facts["agreement"]["candidates"]["dequantized"]["top1"] == 1.0
     torch.testing.assert_close(logits(plain(run / "merged")), logits(adapted), rtol=1e-4, atol=1e-4)
     assert (logits(adapted) - logits(plain(base))).abs().max() > 0.1
@@ -291,7 +291,7 @@ def test_experts_in_4_bits_are_merged_as_training_saw_them(tmp_path: Path, famil
 
 def test_over_an_int8_base(tmp_path: Path, bases: dict[str, Path]) -> None:
     run = finished_run(tmp_path, bases["untied"], quantization={"load_in_8bit": True})
-    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, say=print)
     assert facts["base"] == "dequantized"
     assert facts["agreement"]["candidates"]["dequantized"]["kl"] < 1e-3  # LLM.int8() rounds its inputs too
 
@@ -326,7 +326,7 @@ def test_what_bfloat16_could_not_hold_is_added_in_float32(tmp_path: Path) -> Non
     tiny_model().bfloat16().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     run = finished_run(tmp_path, folder, move=1e-5, model={"dtype": "bfloat16"}, lora={"r": 4, "lora_alpha": 8})
-    merge_run(run, dtype="float32", base=None, prompts=0, log=print)
+    merge_run(run, dtype="float32", base=None, prompts=0, say=print)
     base, merged = load_file(folder / "model.safetensors"), load_file(run / "merged" / "model.safetensors")
     adapter = load_file(run / "adapter" / "adapter_model.safetensors")
     layers = [name.removesuffix(".lora_A.weight") for name in adapter if name.endswith(".lora_A.weight")]
@@ -353,10 +353,10 @@ def test_the_verb_shows_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 def test_many_shards_are_one_model(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    merge_run(run, dtype=None, base=None, prompts=0, log=print)
+    merge_run(run, dtype=None, base=None, prompts=0, say=print)
     one_shard = plain(run / "merged").state_dict()
     monkeypatch.setattr(merging, "SHARD_BYTES", 100_000)
-    facts = merge_run(run, dtype=None, base=None, prompts=2, log=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=2, say=print)
     files = sorted((run / "merged").glob("*.safetensors"))
     assert facts["files"] == len(files) > 3
     assert not (run / "merged" / "model.safetensors").exists()
@@ -377,7 +377,7 @@ def test_many_shards_are_one_model(run: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_what_cannot_be_merged_is_one_line(tmp_path: Path, bases: dict[str, Path], run: Path) -> None:
     def refused(folder: Path, words: str, **options: Any) -> None:
         with pytest.raises(FinetuneError, match=words) as caught:
-            merge_run(folder, **({"dtype": None, "base": None, "prompts": 0, "log": print} | options))
+            merge_run(folder, **({"dtype": None, "base": None, "prompts": 0, "say": print} | options))
         assert "\n" not in str(caught.value)
 
     refused(tmp_path, "not a run folder")
@@ -409,7 +409,7 @@ def test_a_target_that_is_no_folder_is_refused_before_any_work(run: Path, kind: 
         case _:
             target.symlink_to(run if kind == "link" else run / "nowhere")
     with pytest.raises(FinetuneError, match="merged") as caught:
-        merge_run(run, dtype=None, base=None, prompts=0, log=said.append)
+        merge_run(run, dtype=None, base=None, prompts=0, say=said.append)
     assert "\n" not in str(caught.value)
     assert said == []
     target.unlink()
@@ -525,7 +525,7 @@ def test_one_shard_and_one_layer_are_held(tmp_path: Path, kind: str, sections: d
 @pytest.mark.thorough
 def test_a_base_in_many_files_and_its_config_as_it_stands(tmp_path: Path, bases: dict[str, Path]) -> None:
     run = finished_run(tmp_path, bases["untied"])
-    merge_run(run, dtype="float16", base=None, prompts=0, log=print)
+    merge_run(run, dtype="float16", base=None, prompts=0, say=print)
     one_file = plain(run / "merged").state_dict()
     shutil.copytree(bases["untied"], tmp_path / "many")
     (tmp_path / "many" / "model.safetensors").unlink()
@@ -536,7 +536,7 @@ def test_a_base_in_many_files_and_its_config_as_it_stands(tmp_path: Path, bases:
     (tmp_path / "many" / "config.json").write_text(json.dumps(old))
     recipe = (run / "recipe.yaml").read_text()
     (run / "recipe.yaml").write_text(recipe.replace(str(bases["untied"]), str(tmp_path / "many")))
-    merge_run(run, dtype="float16", base=None, prompts=0, log=print)
+    merge_run(run, dtype="float16", base=None, prompts=0, say=print)
     many = plain(run / "merged").state_dict()
     assert all(value.equal(many[name]) for name, value in one_file.items())
     written = json.loads((run / "merged" / "config.json").read_text())
@@ -544,7 +544,7 @@ def test_a_base_in_many_files_and_its_config_as_it_stands(tmp_path: Path, bases:
     assert written == config | {"torch_dtype": "float16", "rope_theta_of_old": 1}
     (tmp_path / "many" / "config.json").write_text(json.dumps(old | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(FinetuneError, match="is stored quantised"):
-        merge_run(run, dtype=None, base=None, prompts=0, log=print)
+        merge_run(run, dtype=None, base=None, prompts=0, say=print)
 
 
 @pytest.mark.slow

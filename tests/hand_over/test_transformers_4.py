@@ -78,7 +78,7 @@ def runs_of(folder: Path, base: Path, **sections: Any) -> dict[str, Path]:
     """Every product over this base: adapter, merged, all weights, and what is handed over."""
     lora = finished_run(folder / "lora", base, **{"lora": {"r": 4}, **sections})
     full = finished_run(folder / "full", base, **{**sections, "lora": None})
-    merge_run(lora, dtype=None, base=None, prompts=0, log=print)
+    merge_run(lora, dtype=None, base=None, prompts=0, say=print)
     served = hand_over(full, "transformers", None, print)["folder"]
     adapter = hand_over(lora, "peft", None, print)["folder"]
     return {

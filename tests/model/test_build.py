@@ -17,7 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.architecture.recomputation import keeps_products
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model import adapters, build
-from finetune.model.build import build_model, decoder_parts, load_tokenizer, refuse_early
+from finetune.model.build import build_model, decoder_parts, refuse_early
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.schema import Recipe
 from tests.support.models.tiny import FAMILIES, flat_batch, save_tiny
 from tests.support.runs.recipes import least_recipe

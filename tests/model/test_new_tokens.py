@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.errors import FinetuneError
-from finetune.model.build import build_model, load_tokenizer, refuse_early
+from finetune.model.build import build_model, refuse_early
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.schema import Recipe
 from finetune.tokens.encoder import Encoder
 from finetune.train import main

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
-from finetune.model.build import bitsandbytes_config, build_model, decoder_parts, load_tokenizer
+from finetune.model.build import bitsandbytes_config, build_model, decoder_parts
+from finetune.model.new_tokens import load_tokenizer
 from finetune.model.quantization import (
     TENSORS,
     as_quantized,

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_targets import adapted_paths, part_of
-from finetune.model.build import build_model, decoder_parts, load_base, load_tokenizer, structure_alone
+from finetune.model.build import build_model, decoder_parts, load_base, structure_alone
 from finetune.model.known_configs import decoder_config, full_config
+from finetune.model.new_tokens import load_tokenizer
 from finetune.model.text_part import names_in_whole
 from finetune.recipe.schema import Data, Recipe
 from finetune.rehearse.shrink import shrink_model

@@ -21,7 +21,7 @@ from finetune.data.chat import Chat, documents_in
 from finetune.data.rows import RowReader, check_rows
 from finetune.data.sources import resolve
 from finetune.errors import FinetuneError
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.new_recipe import propose
 from finetune.new_recipe.proposal import ROW_SIZES
 from finetune.recipe.loader import load_recipe
@@ -331,17 +331,40 @@ def test_other_verbs_name_init_for_a_data_file(
     assert capsys.readouterr().err.splitlines() == [said]
 
 
-def test_a_large_file_is_answered_from_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of rows follows from the size of some, within a twentieth; most rows are equal."""
+def test_a_large_file_is_answered_from_a_sample(
+    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of rows and tokens follow from some rows, within a twentieth; most rows are equal."""
     monkeypatch.setattr("finetune.new_recipe.sample.WHOLE_BELOW", 100_000)
-    monkeypatch.setattr("finetune.new_recipe.proposal.WHOLE_BELOW", 100_000)
-    monkeypatch.setattr("finetune.new_recipe.proposal.COUNTING_SECONDS_IF_LARGE", -1.0)  # over after the first row
-    rows = [json.dumps(dict(zip(("frage", "antwort"), german(n % 500), strict=True))) + "\n" for n in range(20_000)]
+    monkeypatch.setattr("finetune.tokens.dataset.MOST_ENCODED_BYTES", 100_000)
+    rows = [json.dumps(dict(zip(("frage", "antwort"), german(n), strict=True))) + "\n" for n in range(20_000)]
     (file := tmp_path / "large.jsonl").write_text("".join(rows))
-    proposal = propose(str(file), gpus="24GB")
+    proposal = propose(str(file), model=str(tiny_llama), gpus="cpu", output=tmp_path / "recipe.yaml")
     (line,) = [line for line in proposal.lines if "sampled" in line]
     assert float(line.split("about ")[1].split()[0].replace(",", "")) == pytest.approx(20_000, rel=0.05)
-    assert not proposal.counts.is_whole
+    assert any(line.startswith("data: the first 1,000 rows of each local data set were enc") for line in proposal.lines)
+    (tmp_path / "recipe.yaml").write_text(proposal.text, "utf-8")
+    recipe = load_recipe(tmp_path / "recipe.yaml").recipe
+    actual = prepare(recipe, load_tokenizer(recipe))
+    assert proposal.counts.tokens == pytest.approx(actual.facts["tokens"], rel=0.05)
+    assert proposal.settings.steps == pytest.approx(notes_before_launch(recipe, actual)["steps"], rel=0.05)
+
+
+def test_without_a_tokenizer_nothing_is_said_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "rows.jsonl").write_bytes(
+        lines(lambda n: dict(zip(("frage", "antwort"), german(n), strict=True)))
+    )
+    words = ["init", str(file), "--gpus", "24GB", "-o", str(tmp_path / "a.yaml")]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["steps"], told["longest_tokens"]) == (None, None)
+    assert "tokens; your longest row has " in told["recipe"]
+    (tmp_path / "a.yaml").unlink()
+    assert main(words) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    line = f"data: {told['rows']} rows; tokens are not counted: the tokenizer of {told['model']} is not on this machine"
+    assert f"{line}; `finetune preview` loads it and counts them" in output
+    assert "about" not in output.partition("rows as the model will see them")[2]
 
 
 @pytest.mark.sample(1, thorough=3)
@@ -700,8 +723,8 @@ def test_rows_are_counted_as_training_counts_them(
     assert (made.counts.tokens, made.counts.longest) == (prepared.facts["tokens"], longest)
     assert recipe.data.max_length == min(size for size in ROW_SIZES if size >= longest) > 256
     assert notes_before_launch(recipe, prepared)["steps"] == made.settings.steps
-    monkeypatch.setenv("FINETUNE_CACHE", "/proc/none")  # which cannot be written: by bytes
-    assert propose(str(file), model=str(model), gpus="cpu", output=tmp_path / "b.yaml").counts.longest < longest
+    monkeypatch.setenv("FINETUNE_CACHE", "/proc/none")  # which cannot be written: not counted
+    assert propose(str(file), model=str(model), gpus="cpu", output=tmp_path / "b.yaml").counts.longest == 0
 
 
 def test_few_repeated_answers_are_named_as_options(tmp_path: Path) -> None:

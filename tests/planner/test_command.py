@@ -96,6 +96,9 @@ def test_fsdp2_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
     assert ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512"] in [
         line.split()[1:] for line in out.splitlines()
     ]
+    said = next(line for line in out.splitlines() if line.startswith("adapters alone over NVLink: "))
+    assert "accelerate_config=ddp fits too; FSDP2 copies 29.1 GiB of gathered weights a micro-step" in said
+    assert "adapters alone" not in plan_output([recipe, "--gpus", "A10G:8"], capsys)[1]
 
 
 def test_what_the_trainer_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

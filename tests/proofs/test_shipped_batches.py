@@ -17,7 +17,7 @@ import pytest
 
 from finetune.cli.recipe_list import method_of
 from finetune.files import read_lines
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.tokens.dataset import prepare
 from finetune.train import main

@@ -24,7 +24,7 @@ from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.checkpoint import newest_valid
 from finetune.run_folder.facts import read_state
 from finetune.training import held_state
-from finetune.training.session import refuse_apart
+from finetune.training.agreement import refuse_apart
 from tests.support.runs.soak_resume import (
     How,
     fingerprint,
@@ -290,9 +290,9 @@ def test_a_disk_of_rank_0_without_room_for_the_others_pieces_is_refused(folder: 
 
 
 def test_offload_to_a_disk_needs_a_place_on_each_machine() -> None:
-    start: Any = SimpleNamespace(strategy=read_strategy("zero3_nvme"))
+    agreed: Any = SimpleNamespace(strategy=read_strategy("zero3_nvme"))
     with pytest.raises(EnvironmentMismatch) as refused:
-        refuse_apart(start, {1: 1})
+        refuse_apart(agreed, {1: 1})
     line = str(refused.value)
     assert line.startswith("output_dir: rank 1 does not see rank 0's folder, where optimizer offload keeps its files")
     assert "set offload_optimizer_nvme_path in accelerate_config's deepspeed_config" in line

@@ -19,7 +19,7 @@ from finetune.ranks import network_heartbeat
 from finetune.ranks.heartbeat import Heartbeat, Meeting, clear_heartbeats, last_heartbeat
 from finetune.ranks.network_heartbeat import NetworkHeartbeat, accept_all, connect, listen
 from finetune.run_folder.facts import read_state
-from finetune.run_folder.folder import RunIdentity, claim_run_folder
+from finetune.run_folder.folder import RunIdentity, claim_run_folder, lock_run_folder
 from finetune.training import watchdog
 from finetune.training.watchdog import Progress, Watchdog
 from tests.support.runs.launching import ALONE
@@ -182,7 +182,7 @@ def test_strangers_are_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    claim_run_folder(tmp_path, resume="auto", identity=RunIdentity({}), command="again")
+    claim_run_folder(lock_run_folder(tmp_path), resume="auto", identity=RunIdentity({}), command="again")
     clear_heartbeats(tmp_path)
     return tmp_path
 

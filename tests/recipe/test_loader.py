@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import resource
@@ -20,7 +21,7 @@ from finetune.cli.main import main
 from finetune.errors import RecipeError
 from finetune.recipe.foreign_keys import answers
 from finetune.recipe.loader import load_recipe, recipe_from_resolved
-from finetune.recipe.reference import REFERENCE_FILE, SCHEMA_FILE, json_schema, reference_page
+from finetune.recipe.reference import AUTO, REFERENCE_FILE, SCHEMA_FILE, json_schema, reference_page
 from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import SCHEDULER_ARGUMENTS
@@ -159,6 +160,20 @@ def test_arguments_of_the_schedule_are_transformers_own() -> None:
 def test_generated_files_are_fresh() -> None:
     assert SCHEMA_FILE.read_text(encoding="utf-8") == json_schema()
     assert REFERENCE_FILE.read_text(encoding="utf-8") == reference_page()
+
+
+def test_each_auto_names_the_function_that_decides_it() -> None:
+    section, taking = "", set()
+    for line in reference_page().splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif line.startswith("| `") and "`auto`" in line.split(" | ")[1]:
+            taking.add(f"{section}.{line.split('`')[1]}")
+    assert taking == {*AUTO}
+    assert len(taking) == 8
+    for place in set(AUTO.values()):
+        module, _, name = place.rpartition(".")
+        assert callable(getattr(importlib.import_module(f"finetune.{module}"), name)), place
 
 
 def test_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 
 from finetune.cli.main import main
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.report.preview import Oddity, doubled_begin, length_histogram, pieces, preview, unfinished
 from finetune.report.preview_views import as_page, facts_lines, print_preview

@@ -43,7 +43,7 @@ def test_every_product_keeps_the_keys_of_a_base_written_by_transformers_4(name: 
     base = save_published(tmp_path / "base", name)
     full = finished_run(tmp_path / "full", base, **EAGER, lora=None) / "model"
     lora = finished_run(tmp_path / "lora", base, **EAGER)
-    merge_run(lora, dtype="bfloat16", base=None, prompts=0, log=print)
+    merge_run(lora, dtype="bfloat16", base=None, prompts=0, say=print)
     written = settings_in(base)
     assert settings_in(full) == written | {"torch_dtype": "float32"}
     assert settings_in(lora / "merged") == written | {"torch_dtype": "bfloat16"}
@@ -70,7 +70,7 @@ def test_new_tokens_are_stated_where_the_base_states_its_own(tmp_path: Path) -> 
     model = {"add_tokens": ["<date>"], "add_special_tokens": ["<end>"]}
     lora = finished_run(tmp_path / "lora", base, model=model)
     full = finished_run(tmp_path / "full", base, model=model, lora=None)
-    merge_run(lora, dtype=None, base=None, prompts=0, log=print)
+    merge_run(lora, dtype=None, base=None, prompts=0, say=print)
     for folder in (lora / "merged", full / "model"):
         read = AutoTokenizer.from_pretrained(folder)
         first, second = read.convert_tokens_to_ids(["<date>", "<end>"])
@@ -233,7 +233,7 @@ def test_merging_copies_it_bit_for_bit_in_any_format(tmp_path: Path) -> None:
     rewrite(base, add_head)
     run = finished_run(tmp_path, base, **EAGER)
     said: list[str] = []
-    merge_run(run, dtype="bfloat16", base=None, prompts=0, log=said.append)
+    merge_run(run, dtype="bfloat16", base=None, prompts=0, say=said.append)
     assert_same_bits(copied(run / "merged", "mtp."), copied(base, "mtp."))
     assert any("4 tensors that transformers does not load" in line for line in said)
 
@@ -297,7 +297,7 @@ def test_a_base_with_code_of_its_own_merges_and_exports_with_it(tmp_path: Path, 
     model = {"trust_remote_code": True}
     lora = finished_run(tmp_path / "lora", own_code, **EAGER | {"model": EAGER["model"] | model})
     full = finished_run(tmp_path / "full", own_code, **EAGER | {"model": EAGER["model"] | model}, lora=None)
-    facts = merge_run(lora, dtype=None, base=None, prompts=2, log=print)
+    facts = merge_run(lora, dtype=None, base=None, prompts=2, say=print)
     assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
     for folder in (lora / "merged", full / "model"):
         assert settings_in(folder)["auto_map"] == settings_in(own_code)["auto_map"]

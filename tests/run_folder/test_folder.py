@@ -30,6 +30,7 @@ from finetune.run_folder.folder import (
     claim_run_folder,
     curve_identity,
     keys_at_default,
+    lock_run_folder,
     mark_failed,
     mark_run,
     mark_step,
@@ -42,11 +43,10 @@ IDENTITY = {"training.seed": 42, "training.learning_rate": 2e-4, "lora.r": 16, "
 
 def claim(run_dir: Path, resume: str = "auto", **changes: Any) -> Claim:
     return claim_run_folder(
-        run_dir,
+        lock_run_folder(run_dir, wait_seconds=0),
         resume=resume,
         identity=RunIdentity(IDENTITY | changes),
         command="python train.py r.yaml",
-        wait_seconds=0,
     )  # type: ignore[arg-type]
 
 
@@ -176,7 +176,10 @@ def test_a_run_of_the_release_before_goes_on(tmp_path: Path) -> None:
 
     def again(at_default: set[str], **also: Any) -> Claim:
         return claim_run_folder(
-            run_dir, resume="auto", identity=RunIdentity(since, at_default, **also), command="x", wait_seconds=0
+            lock_run_folder(run_dir, wait_seconds=0),
+            resume="auto",
+            identity=RunIdentity(since, at_default, **also),
+            command="x",
         )
 
     since = IDENTITY | {"data.sheet": None, "model.load_in_fp8": False, "data": "new"}
@@ -263,8 +266,8 @@ def test_a_run_without_a_checkpoint_starts_with_empty_metrics(tmp_path: Path) ->
 HOLD = """
 import sys, time
 from pathlib import Path
-from finetune.run_folder.folder import RunIdentity, claim_run_folder
-claim_run_folder(Path(sys.argv[1]), resume="auto", identity=RunIdentity({}), command="c")
+from finetune.run_folder.folder import RunIdentity, claim_run_folder, lock_run_folder
+claim_run_folder(lock_run_folder(Path(sys.argv[1])), resume="auto", identity=RunIdentity({}), command="c")
 print("held", flush=True)
 time.sleep(60)
 """
@@ -512,11 +515,10 @@ class TestMoved:
 
     def again(self, run_dir: Path, **changes: Any) -> Claim:
         return claim_run_folder(
-            run_dir,
+            lock_run_folder(run_dir, wait_seconds=0),
             resume="auto",
             identity=RunIdentity(BEFORE | changes),
             command="python train.py r.yaml",
-            wait_seconds=0,
         )
 
     @pytest.fixture
@@ -665,7 +667,9 @@ class TestMounts:
         else:
             monkeypatch.setattr("builtins.open", mounted_open)
         with pytest.raises(FinetuneError, match=re.escape(words)) as caught:
-            claim_run_folder(tmp_path / "run", resume="auto", identity=RunIdentity({}), command="", wait_seconds=0)
+            claim_run_folder(
+                lock_run_folder(tmp_path / "run", wait_seconds=0), resume="auto", identity=RunIdentity({}), command=""
+            )
         monkeypatch.undo()
         assert "run.storage" in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -673,5 +677,7 @@ class TestMounts:
         assert left <= {"run", ".lock"}, "an empty folder if it cannot be locked, else nothing"
 
     def test_a_disk_leaves_no_trace(self, tmp_path: Path) -> None:
-        claim_run_folder(tmp_path / "run", resume="auto", identity=RunIdentity({}), command="").release()
+        claim_run_folder(
+            lock_run_folder(tmp_path / "run"), resume="auto", identity=RunIdentity({}), command=""
+        ).release()
         assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock", ".state.lock", "run_state.json"}

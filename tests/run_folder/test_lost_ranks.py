@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from finetune.ranks.heartbeat import clear_heartbeats
-from finetune.run_folder.folder import RunIdentity, claim_run_folder
+from finetune.run_folder.folder import RunIdentity, claim_run_folder, lock_run_folder
 from tests.support.runs.launching import (
     ACCELERATE,
     REPOSITORY,
@@ -156,7 +156,7 @@ def waiting_rank(run_dir: Path, rank: int) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_rank_that_waits_in_a_collective_forever_ends_too(tmp_path: Path) -> None:
     """As under NCCL, which does not notice that its peer is gone."""
-    claim_run_folder(tmp_path, resume="auto", identity=RunIdentity({}), command="again")
+    claim_run_folder(lock_run_folder(tmp_path), resume="auto", identity=RunIdentity({}), command="again")
     clear_heartbeats(tmp_path)
     with ExitStack() as open_now:
         ranks = [open_now.enter_context(waiting_rank(tmp_path, rank)) for rank in range(2)]

@@ -27,7 +27,7 @@ from finetune.ranks.heartbeat import (
     record_now,
 )
 from finetune.run_folder.facts import STATE, saved_steps
-from finetune.run_folder.folder import RunIdentity, claim_run_folder, mark_failed, mark_run
+from finetune.run_folder.folder import RunIdentity, claim_run_folder, lock_run_folder, mark_failed, mark_run
 from finetune.run_folder.status import RunStatus, read_status
 from tests.support.models.tiny import write_chats
 from tests.support.runs.hostile_files import KINDS, put_hostile
@@ -54,7 +54,9 @@ time.sleep(600)
 
 @contextmanager
 def claimed(folder: Path, ranks: int = 0) -> Iterator[subprocess.Popen[str]]:
-    claim_run_folder(folder, resume="auto", identity=RunIdentity({}), command="finetune train r.yaml").release()
+    claim_run_folder(
+        lock_run_folder(folder), resume="auto", identity=RunIdentity({}), command="finetune train r.yaml"
+    ).release()
     if ranks:
         clear_heartbeats(folder)
     words = [sys.executable, "-c", RUN, str(folder), str(ranks)]
@@ -142,7 +144,7 @@ def test_a_killed_run_is_dead(ranks: int, tmp_path: Path) -> None:
 
 
 def test_a_process_number_that_another_has_now_is_no_life(tmp_path: Path) -> None:
-    claim_run_folder(tmp_path, resume="auto", identity=RunIdentity({}), command="c").release()
+    claim_run_folder(lock_run_folder(tmp_path), resume="auto", identity=RunIdentity({}), command="c").release()
     assert json.loads((tmp_path / STATE).read_text())["process"] == os.getpid()
     assert read_status(tmp_path).state == "dead"
 
@@ -182,7 +184,7 @@ def test_heartbeats_of_an_earlier_start_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_machine_whose_locks_do_not_reach_here_lives_by_its_heartbeat(tmp_path: Path) -> None:
-    claim_run_folder(tmp_path, resume="auto", identity=RunIdentity({}), command="c").release()
+    claim_run_folder(lock_run_folder(tmp_path), resume="auto", identity=RunIdentity({}), command="c").release()
     clear_heartbeats(tmp_path)
     Heartbeat(tmp_path, 0, 11).write("running", "training", 5)
     file = heartbeat_file(tmp_path, 0)
@@ -194,7 +196,7 @@ def test_a_machine_whose_locks_do_not_reach_here_lives_by_its_heartbeat(tmp_path
 
 def test_each_end_has_its_reason(tmp_path: Path) -> None:
     def begin() -> None:
-        claim_run_folder(tmp_path, resume="auto", identity=RunIdentity({}), command="c").release()
+        claim_run_folder(lock_run_folder(tmp_path), resume="auto", identity=RunIdentity({}), command="c").release()
 
     begin()
     write_json(tmp_path / "receipt.json", {"batch": {"total_steps": 9}})
@@ -321,7 +323,7 @@ def test_the_page_explains_each_key() -> None:
 
 @pytest.mark.thorough
 def test_no_torch_is_loaded(tmp_path: Path) -> None:
-    claim_run_folder(tmp_path, resume="auto", identity=RunIdentity({}), command="c").release()
+    claim_run_folder(lock_run_folder(tmp_path), resume="auto", identity=RunIdentity({}), command="c").release()
     program = "import sys; from finetune.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     words = [sys.executable, "-c", program, "status", str(tmp_path)]
     process = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)

@@ -117,7 +117,7 @@ def test_another_writer_is_seen_at_once(opened: Callable[..., HubBucket]) -> Non
 def test_two_owners(opened: Callable[..., HubBucket]) -> None:
     first = take_lease(opened(), None, lambda _: None)
     saved = Saved(2, first.next_folder, {"a": 1})
-    first.publish({"checkpoints/step-00000002/a": b"a"}, [saved], {}, new_folder=first.next_folder)
+    first.publish({"checkpoints/step-00000002/a": b"a"}, [saved], {})
     patient = pytest.MonkeyPatch()
     patient.setattr(journal, "WATCH_SECONDS", 30.0)  # a busy machine renews late; the first sign of life ends it
     with pytest.raises(FinetuneError, match="writes there"):
@@ -126,7 +126,7 @@ def test_two_owners(opened: Callable[..., HubBucket]) -> None:
     first.stop_renewing()
     second = take_lease(opened(), newest_entry(opened()), lambda _: None)
     with pytest.raises(FinetuneError, match="has taken over this run"):
-        first.publish({}, [saved], {}, new_folder=first.next_folder)
+        first.publish({}, [saved], {})
     assert newest_entry(opened()) == second.entry
     second.close()
 

@@ -47,7 +47,7 @@ def publish(lease: Lease, step: int) -> None:
     content = f"{lease.entry.owner} {step}".encode()
     saved = Saved(step, lease.next_folder, {"state.json": len(content)})
     files = {f"checkpoints/step-{step:08d}/state.json": content}
-    lease.publish(files, [*lease.entry.checkpoints[-1:], saved], {}, new_folder=lease.next_folder)  # type: ignore[arg-type]
+    lease.publish(files, [*lease.entry.checkpoints[-1:], saved], {})  # type: ignore[arg-type]
 
 
 def check_whole(url: str) -> Entry:

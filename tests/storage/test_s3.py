@@ -66,13 +66,13 @@ def test_two_owners(url: str) -> None:
     first = take_lease(storage, None, lambda _: None)
     assert is_conditional(first)
     saved = Saved(2, first.next_folder, {"a": 1})
-    first.publish({"checkpoints/step-00000002/a": b"a"}, [saved], {}, new_folder=first.next_folder)
+    first.publish({"checkpoints/step-00000002/a": b"a"}, [saved], {})
     with pytest.raises(FinetuneError, match="writes there"):
         take_lease(open_storage(url), newest_entry(storage), lambda _: None)
     first.stop_renewing()
     second = take_lease(open_storage(url), newest_entry(storage), lambda _: None)
     with pytest.raises(FinetuneError, match="has taken over this run"):
-        first.publish({}, [saved], {}, new_folder=first.next_folder)
+        first.publish({}, [saved], {})
     assert newest_entry(storage) == second.entry
     second.close()
 

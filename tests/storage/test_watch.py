@@ -33,7 +33,7 @@ def stored(tmp_path: Path, state: dict[str, object], *, seconds: float = 0.0, cl
     saved = Saved(20, lease.next_folder, {"state.json": 2})
     sizes = {name: len(content) for name, content in files.items()}
     checkpoint = {"checkpoints/step-00000020/state.json": b"{}"}
-    lease.publish({**files, **checkpoint}, [saved], sizes, new_folder=lease.next_folder)
+    lease.publish({**files, **checkpoint}, [saved], sizes)
     content = {"counter": 1, "closed": closed, "seconds": time.time() - seconds}
     storage.put("lease-00000001.json", json.dumps(content).encode())
     return storage.url

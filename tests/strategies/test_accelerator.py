@@ -170,7 +170,8 @@ def test_a_session_tells_that_its_strategy_is_offloaded(monkeypatch: pytest.Monk
     monkeypatch.setattr(session, "use_all_cores", shared_out)
     offloaded = ("fsdp2_offload", "zero2_offload", "zero3_offload", "zero3_nvme")
     for name in (*offloaded, "single", "fsdp2", "zero3"):
-        start = SimpleNamespace(recipe=recipe(), launch=ALONE, strategy=read_strategy(name))
+        checked = SimpleNamespace(launch=ALONE, strategy=read_strategy(name))
+        start = SimpleNamespace(choices=SimpleNamespace(recipe=recipe(), checked=checked))
         with pytest.raises(InterruptedError), session.process_group(start):  # type: ignore[arg-type]
             raise AssertionError("not reached")
     assert calls == [True] * 4 + [False] * 3

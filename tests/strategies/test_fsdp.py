@@ -22,6 +22,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.model.build import build_model, decoder_parts
 from finetune.planner.trace.recorder import OnOperations
 from finetune.recipe.strategy import read_strategy
+from finetune.recipe.strategy_fit import ranks_problem
 from finetune.run_folder.save_restore import checkpoint_tensors
 from finetune.run_folder.trained_tensors import trained_checksums
 from finetune.strategies import fsdp, pieces
@@ -34,6 +35,7 @@ from finetune.training.loop import evaluate
 from finetune.training.objectives.supervised import Supervised
 from tests.support.models.tiny import Documents, flat_batch, save_tiny
 from tests.support.runs.one_rank import CPU, OneRank, as_before, half_recipe, one_rank
+from tests.support.runs.recipes import least_recipe
 
 SIZE_OF_COPIES = "parallelism_config_dp_replicate_size"
 
@@ -279,8 +281,9 @@ def test_ranks_that_make_no_copies_are_refused(copies: int) -> None:
     sizes = {"parallelism_config": {SIZE_OF_COPIES: copies}}
     strategy = read_strategy("fsdp2")
     strategy = replace(strategy, settings=strategy.settings | sizes)
-    with Scattered().rank(0, 8), pytest.raises(EnvironmentMismatch, match="parallelism_config_dp_replicate_size"):
-        make_mesh(strategy, CPU)
+    problem = ranks_problem(least_recipe(), strategy, 8, 8)
+    assert problem is not None
+    assert f"8 processes make {copies} such copies" in problem
 
 
 @pytest.mark.thorough

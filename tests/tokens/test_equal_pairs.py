@@ -10,13 +10,12 @@ import pytest
 
 from finetune.cli.main import main
 from finetune.errors import DataError
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.report.preview import preview
 from finetune.tokens.cache import are_alike
-from finetune.tokens.check_documents import check_documents
-from finetune.tokens.dataset import Prepared, prepare
+from finetune.tokens.dataset import Prepared, prepare, prepare_here
 from finetune.tokens.tokenizer import Document
 from tests.support.runs.preferences import preference_recipe, write_base
 
@@ -86,7 +85,7 @@ def test_nothing_but_equal_pairs_is_refused_with_the_reason(name: str, base: Pat
         said = "4 pairs whose answers differ only beyond data.max_length (32); raise data.max_length"
     else:
         said = "4 pairs with two equal answers; name pairs whose answers differ as the chat template writes them"
-    for refuse in (prepared, check_documents):
+    for refuse in (prepared, prepare_here):
         with pytest.raises(DataError) as raised:
             refuse(recipe)
         assert str(raised.value) == f"data.train: holds no document: {said}"
@@ -96,7 +95,7 @@ def test_held_out_pairs_are_refused_alike(base: Path, tmp_path: Path) -> None:
     file = tmp_path / "held_out.jsonl"
     file.write_text(json.dumps(pair(LONG, LONG + "stone")), "utf-8")
     recipe = recipe_of(tmp_path, base, GOOD, eval=[{"path": "json", "data_files": str(file)}])
-    for refuse in (prepared, check_documents):
+    for refuse in (prepared, prepare_here):
         with pytest.raises(DataError, match=r"^data\.eval: holds no document: 1 pair whose answers differ only beyond"):
             refuse(recipe)
 
@@ -136,7 +135,7 @@ def test_judged_answers_that_are_one_text_are_refused(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = recipe_of(tmp_path, base, [judged("old", "why"), judged("old", "why old", False)], "kto")
-    for refuse in (prepared, check_documents):
+    for refuse in (prepared, prepare_here):
         with pytest.raises(DataError, match=r"^data\.train: every judged answer is one text, and kto measures"):
             refuse(recipe)
     assert main(["check", str(tmp_path / "run" / "recipe.yaml"), "training.global_batch_size=1"]) == 2

@@ -12,12 +12,11 @@ import pytest
 from finetune.cli.main import main
 from finetune.data.sources import resolve
 from finetune.errors import DataError
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.schema import Recipe
 from finetune.report.preview import find_oddities
 from finetune.tokens.cache import pieces_of
-from finetune.tokens.check_documents import check_documents
-from finetune.tokens.dataset import Prepared, prepare
+from finetune.tokens.dataset import Prepared, prepare, prepare_here
 from finetune.tokens.encoder import IGNORE
 
 LIMIT = 16
@@ -98,7 +97,7 @@ def test_all_pieces_of_a_text_are_held_out_together(tmp_path: Path, tiny_llama: 
 )
 def test_others_are_refused_with_the_reason(tmp_path: Path, tiny_llama: Path, row: dict[str, Any]) -> None:
     recipe = recipe_of(tiny_llama, write(tmp_path, [row, row]))
-    for refused in (lambda: prepare(recipe, load_tokenizer(recipe)), lambda: check_documents(recipe)):
+    for refused in (lambda: prepare(recipe, load_tokenizer(recipe)), lambda: prepare_here(recipe)):
         with pytest.raises(DataError) as caught:
             refused()
         (mistake,) = caught.value.mistakes

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from finetune.cli.main import main
-from finetune.model.build import load_tokenizer
 from finetune.model.known_configs import beyond_stated
+from finetune.model.new_tokens import load_tokenizer
 from finetune.planner import changed
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.optimizers import far_rate
@@ -243,7 +243,7 @@ def test_ranks_of_the_budget_before_a_launch(tiny_llama: Path, chats: Path) -> N
     told = notes_before_launch(recipe, prepare(recipe, load_tokenizer(recipe)))
     figures = {name: told[name] for name in told if name != "notes"}
     assert figures == {
-        "rows": 45, "tokens": 4500, "estimated": False, "steps": 15, "tokens_per_step": 300, "warmup_steps": 1,
+        "rows": 45, "tokens": 4500, "steps": 15, "tokens_per_step": 300, "warmup_steps": 1,
         "ranks": 4, "idle_ranks": 1,
     }  # fmt: skip
     assert [note.split(":")[0] for note in told["notes"]] == [

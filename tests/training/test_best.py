@@ -19,8 +19,8 @@ from finetune.run_folder.trained_tensors import model_tensors
 from finetune.strategies.assemble import Assembled
 from finetune.train import main
 from finetune.training import loop, worst_step
+from finetune.training.agreement import Agreed
 from finetune.training.run import Run
-from finetune.training.start import Start
 from tests.support.runs.cells import launch
 from tests.support.runs.curve_table import skip_where_missing
 from tests.support.runs.overfitting import (
@@ -83,7 +83,7 @@ def test_answers_after_training_are_those_of_the_exported_weights(
     """And what a longer run sets aside is named by their step."""
     asked: list[tuple[str, dict[str, torch.Tensor]]] = []
 
-    def look(start: Start, run: Run, parts: Assembled, *, when: str, step: int) -> None:
+    def look(agreed: Agreed, run: Run, parts: Assembled, *, when: str, step: int) -> None:
         tensors = model_tensors(parts.unwrapped_model)
         asked.append((when, {name: tensor.detach().clone() for name, tensor in tensors.items()}))
 

@@ -19,9 +19,9 @@ from finetune.measure.product_speed import product_seconds
 from finetune.recipe import mixed_precision
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION
-from finetune.run_folder.folder import RunIdentity, claim_run_folder, curve_identity
+from finetune.run_folder.folder import RunIdentity, claim_run_folder, curve_identity, lock_run_folder
 from finetune.training import start as formats
-from finetune.training.session import check_same_formats
+from finetune.training.agreement import OwnChoices, refuse_other_formats
 from finetune.training.start import choose_formats, slow_formats_note
 from tests.support.runs.recipes import least, write_recipe
 
@@ -51,6 +51,12 @@ def started(tmp_path: Path, *words: str, **sections: Any) -> tuple[tuple[str, st
     )
 
 
+def choices_of(start: Any) -> OwnChoices:
+    """As a rank tells them to the others."""
+    recipe = start.loaded.recipe
+    return OwnChoices(0, f"{recipe.training.mixed_precision} {recipe.model.dtype}", 0, 1)
+
+
 @pytest.mark.parametrize("flags", CHOSEN)
 @pytest.mark.parametrize("other", CHOSEN)
 def test_a_run_keeps_its_formats_on_another_processor(flags: str, other: str, processor: Any, tmp_path: Path) -> None:
@@ -59,7 +65,9 @@ def test_a_run_keeps_its_formats_on_another_processor(flags: str, other: str, pr
     assert found == CHOSEN[flags]
     assert start.chosen.facts["chosen"] == dict(zip((PRECISION, BASE_FORMAT), found, strict=True))
     identity = curve_identity(start.loaded.recipe)
-    claim_run_folder(tmp_path / "run", resume="auto", identity=RunIdentity(identity), command="again").release()
+    claim_run_folder(
+        lock_run_folder(tmp_path / "run"), resume="auto", identity=RunIdentity(identity), command="again"
+    ).release()
     processor(other)
     found, again = started(tmp_path)
     assert found == CHOSEN[flags]
@@ -153,19 +161,13 @@ def test_ranks_that_chose_differently_end_in_one_line(other: str, fails: bool, p
     _, here = started(tmp_path)
     processor(other)
     _, there = started(tmp_path)
-    sent: list[torch.Tensor] = []
-
-    def gather(own: torch.Tensor) -> torch.Tensor:
-        sent.append(own)
-        return torch.cat(sent)
-
-    accelerator: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"), gather=gather)
-    check_same_formats(accelerator, here.loaded.recipe, here.chosen)
+    everyone = [choices_of(here), choices_of(there)]
+    refuse_other_formats(everyone[:1] * 2, here.chosen)
     if not fails:
-        check_same_formats(accelerator, there.loaded.recipe, there.chosen)
+        refuse_other_formats(everyone, there.chosen)
         return
     with pytest.raises(EnvironmentMismatch) as caught:
-        check_same_formats(accelerator, there.loaded.recipe, there.chosen)
+        refuse_other_formats(everyone, there.chosen)
     assert "\n" not in str(caught.value)
     assert "no float32 on rank 0 and bf16 bfloat16 on rank 1" in str(caught.value)
     for word in ("training.mixed_precision=no", "model.dtype=float32"):
@@ -179,20 +181,14 @@ def test_the_remedy_for_ranks_of_a_run_that_has_begun_is_its_own_format(processo
     processor(BF16)
     _, first = started(tmp_path)
     identity = curve_identity(first.loaded.recipe)
-    claim_run_folder(tmp_path / "run", resume="auto", identity=RunIdentity(identity), command="again").release()
+    claim_run_folder(
+        lock_run_folder(tmp_path / "run"), resume="auto", identity=RunIdentity(identity), command="again"
+    ).release()
     processor(AVX2)
     _, rank_0 = started(tmp_path)
     _, rank_1 = started(tmp_path, f"output_dir={tmp_path}/not-here")
-    sent: list[torch.Tensor] = []
-
-    def gather(own: torch.Tensor) -> torch.Tensor:
-        sent.append(own)
-        return torch.cat(sent[::-1])
-
-    accelerator: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"), gather=gather)
-    check_same_formats(accelerator, rank_1.loaded.recipe, rank_1.chosen)
     with pytest.raises(EnvironmentMismatch) as caught:
-        check_same_formats(accelerator, rank_0.loaded.recipe, rank_0.chosen)
+        refuse_other_formats([choices_of(rank_0), choices_of(rank_1)], rank_0.chosen)
     remedy = ["training.mixed_precision=bf16", "model.dtype=bfloat16"]
     assert f"set {' '.join(remedy)} for all ranks" in str(caught.value)
     _, followed = started(tmp_path, *remedy)

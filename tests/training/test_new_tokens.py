@@ -122,7 +122,7 @@ def test_new_rows_alone_are_trained_beside_adapters(trained: Trained) -> None:
 
 
 def load_notes(trained: Trained) -> list[str]:
-    from finetune.model.build import load_tokenizer
+    from finetune.model.new_tokens import load_tokenizer
     from finetune.tokens.dataset import prepare
 
     recipe = load_recipe(trained.recipe).recipe
@@ -162,7 +162,7 @@ def test_it_is_merged(trained: Trained) -> None:
         with pytest.raises(FinetuneError, match="is the whole model already"):
             merge_run(trained.run, dtype=None, base=None, prompts=0)
         return
-    facts = merge_run(trained.run, dtype="float32", base=None, prompts=2, log=print)
+    facts = merge_run(trained.run, dtype="float32", base=None, prompts=2, say=print)
     merged, info = AutoModelForCausalLM.from_pretrained(
         trained.run / "merged", dtype=torch.float32, output_loading_info=True
     )

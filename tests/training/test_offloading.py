@@ -11,6 +11,10 @@ import pytest
 from finetune.closed_form import states_on_host
 from finetune.train import main
 from tests.support.models.tiny import write_chats
+from tests.support.runs.cells import launch
+from tests.support.runs.curve_table import skip_where_missing
+from tests.support.runs.exports import contents, product_of
+from tests.support.runs.one_curve import LENGTHS, write_curve_recipe
 from tests.support.runs.preferences import preference_recipe, write_base
 from tests.support.runs.recipes import merged, tiny_lora, write_recipe
 
@@ -53,6 +57,35 @@ def test_the_same_curve_to_the_bit(
     assert found[0] == found[1]
     assert {line["kind"] for line in found[0]} >= {"train"}
     assert "training.activation_offloading: hidden states take 0.0 GiB of host memory" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_ranks_train_the_same_weights_to_the_bit(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """Two gloo ranks, several micro-batches a step, with all weights and with adapters: curve and exported weights."""
+    skip_where_missing(strategy)
+    chats = write_chats(tmp_path / "chats.jsonl", LENGTHS)
+    split = {"training": {"per_device_batch_size": 2, "max_steps": 3}}
+    pages = [
+        write_curve_recipe(tmp_path / f"{method}-{name}", tiny_llama, chats, method, setting, split)
+        for method in ("full", "lora")
+        for name, setting in (("resident", RESIDENT), ("offloaded", OFFLOADS))
+    ]
+    words = [f"accelerate_config={strategy}"]
+    assert launch(pages, ranks=2, words=words, timeout=500) == [0] * 4
+    runs = [page.parent / "run" for page in pages]
+    assert [receipt_of(run)["layers_with_states_on_host"] for run in runs] == [0, 2, 0, 2]
+    assert {(receipt_of(run)["strategy"], receipt_of(run)["world_size"]) for run in runs} == {(strategy, 2)}
+    for resident, offloaded in (runs[:2], runs[2:]):
+        assert lines_of(resident) == lines_of(offloaded)
+        losses = [line["loss"] for line in lines_of(resident) if line["kind"] == "train"]
+        assert losses[0] > losses[-1]
+        expected, weights = (
+            {name: content for name, content in contents(product_of(run)).items() if name.endswith(".safetensors")}
+            for run in (resident, offloaded)
+        )
+        assert len(expected) == 1
+        assert weights == expected
 
 
 @pytest.mark.thorough

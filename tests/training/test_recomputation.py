@@ -6,20 +6,22 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from finetune.closed_form import recomputation
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.mixed_precision import ChosenFormats
+from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.strategy import strategy_of
 from finetune.train import main
-from finetune.training import worst_step
+from finetune.training import agreement, worst_step
+from finetune.training.agreement import Agreed, own_choices, settle_choices
 from finetune.training.batch_plan import plan_batches
-from finetune.training.session import agree_on_recomputation, agree_on_reduction, agree_on_rows
-from finetune.training.start import Start, own_split
+from finetune.training.start import Checked, Choices, Start, own_split
 from tests.support.models.tiny import write_chats
 from tests.support.runs.launching import ALONE
 from tests.support.runs.recipes import least_recipe, tiny, write_recipe
@@ -125,22 +127,29 @@ def test_where_its_choice_does_not_fit_the_message_names_it(
     assert "training.activation_checkpointing: auto chose none: " in capfd.readouterr().err
 
 
-def started(setting: Any, folder: Path, **chosen: Any) -> Start:
-    recipe = least_recipe(folder, training={"activation_checkpointing": setting})
+def started(setting: Any, folder: Path, *, rows: int = 4, plugin: str = "ddp", **chosen: Any) -> Start:
+    """A rank's own start, of two ranks: `chosen` is what `auto` says of the recomputation."""
+    recipe = least_recipe(folder, training={"activation_checkpointing": setting}, accelerate_config=plugin)
+    of_choices: dict[str, Any] = dict.fromkeys(Choices.__dataclass_fields__)
+    facts = {"runs": rows} if rows != 4 else {}
+    checked = Checked(
+        loaded=LoadedRecipe(recipe, {}, folder),
+        launch=ALONE,
+        strategy=strategy_of(recipe),
+        device=torch.device("cpu"),
+        formats=ChosenFormats((), {}, ""),
+        command="",
+    )
+    choices = Choices(**of_choices | {"checked": checked, "recipe": recipe, "recomputation": chosen, "rows": facts})
+    plan = plan_batches(recipe, 8, world_size=2, rank=0, flat=True)
     given: dict[str, Any] = dict.fromkeys(Start.__dataclass_fields__)
-    return Start(**given | {"recipe": recipe, "recomputation": chosen})
+    return Start(**given | {"choices": choices, "plan": replace(plan, per_device_batch_size=rows)})
 
 
-class Ranks:
-    """An accelerator whose other rank has this place among the choices."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, other: int) -> None:
-        self.other = other
-
-    def gather(self, own: Tensor) -> Tensor:
-        return torch.cat([own, torch.tensor([self.other])])
+def agreed_with(start: Start, **other: Any) -> Agreed:
+    """As on the first of two ranks, whose other one has these choices."""
+    own = own_choices(start)
+    return settle_choices(start, [own, own._replace(**other)], "run")
 
 
 @pytest.mark.parametrize(
@@ -150,24 +159,27 @@ def test_ranks_recompute_what_the_one_with_least_memory_has_to(
     own: Any, other: int, agreed: Any, tmp_path: Path
 ) -> None:
     start = started(own, tmp_path, asked="auto", runs=own, why="there is room", line="a line")
-    found = agree_on_recomputation(Ranks(other), start)  # type: ignore[arg-type]
+    found = agreed_with(start, recomputation=other)
     assert found.recipe.training.activation_checkpointing == found.recomputation["runs"] == agreed
-    if agreed == own:
-        assert found == start
-    else:
+    line = "a line"
+    if agreed != own:
+        line = "activation checkpointing: "
         assert found.recomputation["line"].endswith("because another rank's device has less memory")
-        assert replace(found, recipe=start.recipe, recomputation=start.recomputation) == start
+    assert found.recomputation["line"].startswith(line)
+    changed = found.recipe.training.model_copy(update={"activation_checkpointing": own})
+    assert found.recipe.model_copy(update={"training": changed, "output_dir": "x"}) == (
+        start.choices.recipe.model_copy(update={"output_dir": "x"})
+    )
+    assert found.run_dir == Path("run")
 
 
 def test_ranks_take_the_rows_of_the_one_with_least_memory(tmp_path: Path) -> None:
-    start = started(False, tmp_path)
-    plan = plan_batches(start.recipe, 8, world_size=2, rank=0, flat=True)
-    start = replace(start, plan=replace(plan, per_device_batch_size=4), rows={"runs": 4})
-    found = agree_on_rows(Ranks(2), start)  # type: ignore[arg-type]
+    found = agreed_with(started(False, tmp_path, rows=3), rows=2)
     rows = found.plan.per_device_batch_size, found.recipe.training.rows_at_once, found.rows["runs"]
     assert rows == (2, 2, 2)
     assert found.rows["line"].endswith("another rank's device has less memory")
-    assert agree_on_rows(Ranks(8), start) is start  # type: ignore[arg-type]
+    found = agreed_with(started(False, tmp_path, rows=3), rows=8)
+    assert (found.plan.per_device_batch_size, found.rows) == (3, {"runs": 3})
 
 
 @pytest.mark.parametrize(
@@ -177,25 +189,25 @@ def test_ranks_reduce_once_a_step_only_where_all_have_room(
     own: bool | None, other: bool, agreed: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that reduces at another time than the others hangs, or adds up other micro-batches."""
+    told: list[bool] = []
 
-    class Two:
-        device, num_processes = torch.device("cpu"), 2
-
-        def reduce(self, count: Tensor, reduction: str) -> Tensor:
-            return count + int(other)
+    def gather(mine: bool) -> list[bool]:
+        told.append(mine)
+        return [mine, other]
 
     chosen = None if own is None else recomputation.Reduction(own, "its own reason")
     monkeypatch.setattr(recomputation, "choose_reduction", lambda *given, **more: chosen)
-    recipe = least_recipe(tmp_path, accelerate_config="fsdp2")
-    start = replace(started(False, tmp_path), recipe=recipe, strategy=strategy_of(recipe), launch=ALONE)
-    found = agree_on_reduction(Two(), start)  # type: ignore[arg-type]
+    monkeypatch.setattr(agreement, "all_ranks", lambda: SimpleNamespace(gather=gather))
+    found = agreed_with(started(False, tmp_path, plugin="fsdp2"))
+    assert told == [own is True]
     if agreed is None:
-        assert found is start
+        assert (found.strategy.keeps_gradients, found.reduction) == (False, {})
         return
     assert (found.strategy.keeps_gradients, found.reduction["once"]) == (agreed, agreed)
     assert ("another rank's device" in found.reduction["why"]) == (own is True and not agreed)
 
 
 def test_what_the_recipe_says_is_not_discussed(tmp_path: Path) -> None:
-    start = started(False, tmp_path)
-    assert agree_on_recomputation(Ranks(3), start) is start  # type: ignore[arg-type]
+    found = agreed_with(started(False, tmp_path), recomputation=3, rows=1)
+    assert (found.recipe.training.activation_checkpointing, found.recomputation, found.rows) == (False, {}, {})
+    assert found.plan.per_device_batch_size == 4

@@ -33,7 +33,7 @@ from finetune.ranks.heartbeat import (
     process_is_gone,
 )
 from finetune.run_folder.facts import read_state
-from finetune.run_folder.folder import RunIdentity, claim_run_folder
+from finetune.run_folder.folder import RunIdentity, claim_run_folder, lock_run_folder
 from finetune.training import watchdog
 from finetune.training.watchdog import Progress, Watchdog
 from tests.support.runs.launching import ALONE
@@ -56,7 +56,7 @@ while True:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    claim_run_folder(tmp_path, resume="auto", identity=RunIdentity({}), command="again")
+    claim_run_folder(lock_run_folder(tmp_path), resume="auto", identity=RunIdentity({}), command="again")
     clear_heartbeats(tmp_path)
     return tmp_path
 

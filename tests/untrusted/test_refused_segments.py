@@ -9,7 +9,7 @@ import torch
 
 from finetune import train
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.untrusted.library_words import in_one_line, segments_explained
+from finetune.library_errors import library_errors
 from tests.support.runs.recipes import least, write_recipe
 
 SAID = [
@@ -38,7 +38,7 @@ def test_where_weights_are_loaded_and_anywhere_else(error: RuntimeError) -> None
     def line(error: Exception) -> FinetuneError:
         return FinetuneError(f"model.name_or_path: {error}")
 
-    for around in (in_one_line(line), segments_explained()):
+    for around in (library_errors(line), library_errors()):
         with pytest.raises(EnvironmentMismatch) as caught, around:
             raise error
         assert REMEDY in str(caught.value)
@@ -47,7 +47,7 @@ def test_where_weights_are_loaded_and_anywhere_else(error: RuntimeError) -> None
 
 @pytest.mark.parametrize("error", OTHERS)
 def test_other_errors_pass(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, segments_explained():
+    with pytest.raises(type(error)) as caught, library_errors():
         raise error
     assert caught.value is error
 
@@ -56,7 +56,7 @@ def test_other_errors_pass(error: Exception) -> None:
 def test_nobody_is_told_what_is_set_already(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.setenv(name, "expandable_segments:False")
-    with pytest.raises(RuntimeError, match="operation not supported"), segments_explained():
+    with pytest.raises(RuntimeError, match="operation not supported"), library_errors():
         raise SAID[0]
 
 

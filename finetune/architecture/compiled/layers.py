@@ -45,11 +45,12 @@ from finetune.architecture.guard import Discrepancy, compare_computations, compa
 from finetune.architecture.own_layers.norm_and_gate import tiled_mlps
 from finetune.errors import EnvironmentMismatch
 from finetune.files import cache_folder
+from finetune.library_errors import with_cause
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.recipe.strategy_fit import not_compiled
 from finetune.trial_limit import limited
-from finetune.wording import counted, error_in_one_line
+from finetune.wording import counted
 
 # torch counts graphs by code, and all kinds of layers, recomputed or not, share transformers' wrapper of their forward.
 MOST_GRAPHS = 16
@@ -86,7 +87,7 @@ class CompiledLayers:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-                self.stop(error_in_one_line(error))
+                self.stop(with_cause(error))
         return _as_written(layer)(layer, *args, **kwargs)
 
     @contextmanager
@@ -123,7 +124,7 @@ class CompiledLayers:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-            self.stop(error_in_one_line(error))
+            self.stop(with_cause(error))
             return as_written()
         self.forward_seconds[layer.finetune_kind] = time.perf_counter() - began
         if difference.is_fault:
@@ -234,7 +235,7 @@ class CompiledLayers:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-            reason = error_in_one_line(error)
+            reason = with_cause(error)
             if self.required:
                 raise EnvironmentMismatch(
                     f"training.compile: {name} cannot be compiled here: {reason}; set training.compile: auto, or false"

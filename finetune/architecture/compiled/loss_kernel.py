@@ -17,16 +17,16 @@ from torch import Tensor
 from finetune.architecture import loss
 from finetune.architecture.attention import AMPERE
 from finetune.errors import EnvironmentMismatch
+from finetune.library_errors import with_cause
 from finetune.recipe.schema import Recipe
 from finetune.trial_limit import limited
-from finetune.wording import error_in_one_line
 
 # By default inductor keeps what several others read in memory: float32 logits, 262 MB a chunk.
 NOTHING_KEPT = {"realize_opcount_threshold": 1 << 20, "realize_reads_threshold": 1 << 20}
 TRIAL_ROWS = 32
 
 
-def loss_and_slope(product: Tensor, target: Tensor, inner: float) -> Tensor:
+def loss_in_one_kernel(product: Tensor, target: Tensor, inner: float) -> Tensor:
     """Each token's loss, float32 [chunk, 1]; its slope overwrites the product.
 
     Args:
@@ -44,9 +44,9 @@ def loss_and_slope(product: Tensor, target: Tensor, inner: float) -> Tensor:
 
 
 def compiled_loss(backend: Any = "inductor") -> Any:
-    """`loss_and_slope` compiled, one graph for any number of tokens from two on."""
+    """`loss_in_one_kernel` compiled, one graph for any number of tokens from two on."""
     options: Any = NOTHING_KEPT if backend == "inductor" else None
-    compiled = torch.compile(loss_and_slope, backend=backend, fullgraph=True, options=options)
+    compiled = torch.compile(loss_in_one_kernel, backend=backend, fullgraph=True, options=options)
 
     def compute(product: Tensor, target: Tensor, inner: float) -> Tensor:
         product = product.data  # of a view torch.compile would make a graph for each size of the tensor behind it
@@ -76,7 +76,7 @@ def use_loss_kernel(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-        problem = error_in_one_line(error)
+        problem = with_cause(error)
     if problem is None:
         loss.ONE_KERNEL[device.type] = compute
     elif recipe.training.compile is True:

@@ -85,7 +85,9 @@ class _Kept(torch.autograd.Function):
                 tile = flat[rows].detach().requires_grad_(grad_flat is not None)
                 leaves = trained if grad_flat is None else [tile, *trained]
                 # The output has no name, so it ends with its gradients.
-                gradients = torch.autograd.grad(mlp.finetune_tile(tile), leaves, grad_output[rows], allow_unused=True)
+                gradients: Any = torch.autograd.grad(
+                    mlp.finetune_tile(tile), leaves, grad_output[rows], allow_unused=True
+                )
                 if grad_flat is not None:
                     grad_flat[rows], *gradients = gradients
                 for total, gradient in zip(sums, gradients, strict=True):

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import EnvironmentMismatch
+from finetune.library_errors import with_cause
 from finetune.model.optimizers.blocks import SMALLEST
 from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW, HeldMoment
 from finetune.model.optimizers.random_bits import hashed, key_of, multiplier_and_offset
 from finetune.model.optimizers.rounded_adamw import ROUNDED_CHUNK, Range, RoundedAdamW, chunks
 from finetune.recipe.schema import Recipe
 from finetune.trial_limit import limited
-from finetune.wording import error_in_one_line
 
 ROW = 16  # elements
 FEWEST_ROWS = 2
@@ -351,7 +351,7 @@ def choose_update(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of whatever class: torch has no public names for those of its compiler
-        chosen.stopped = error_in_one_line(error)
+        chosen.stopped = with_cause(error)
         return chosen
     chosen.seconds = time.perf_counter() - began
     optimizer.update_range = update

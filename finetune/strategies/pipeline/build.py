@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,15 @@ def staged(
             "accelerate_config=fsdp2"
         )
     layers = layers_of_runs(recipe, decoder, parts, pipelines, place.stages)
-    _require_training_in_each(layers, decoder, parts)
+    # Without a trained weight no gradient comes out of a run of layers.
+    named = decoder.named_parameters(remove_duplicate=False)
+    training = {run_with(parts.place(name), layers) for name, weight in named if weight.requires_grad}
+    if idle := set(range(len(layers))) - training:
+        held = layers[min(idle)]
+        raise FinetuneError(
+            f"lora.target_modules: stage {min(idle)} of {len(layers)}, layers {held.start} to {held.stop - 1}, would "
+            "train nothing; choose modules that every stage has, or launch fewer processes"
+        )
     embedded = next(decoder.get_input_embeddings().parameters()).dtype
     dtype = COMPUTE[recipe.training.mixed_precision] if strategy.casts_weights_once(recipe) else None
     # Each trained weight's place among all of the model's. A stage's own numbering would draw other random bits.
@@ -78,15 +86,3 @@ def staged_optimizer(stage: nn.Module, recipe: Recipe, places: Mapping[str, int]
         own = ((name, weight) for name, weight in stage.named_parameters() if weight.requires_grad)
         optimizer.round_as((weight, Range(places[name], 0, 0, weight.numel())) for name, weight in own)
     return optimizer
-
-
-def _require_training_in_each(layers: Sequence[range], decoder: nn.Module, parts: Parts) -> None:
-    """Raises FinetuneError if a run of layers has no trained weight, because no gradient comes out of it."""
-    named = decoder.named_parameters(remove_duplicate=False)
-    training = {run_with(parts.place(name), layers) for name, weight in named if weight.requires_grad}
-    if idle := set(range(len(layers))) - training:
-        held = layers[min(idle)]
-        raise FinetuneError(
-            f"lora.target_modules: stage {min(idle)} of {len(layers)}, layers {held.start} to {held.stop - 1}, would "
-            "train nothing; choose modules that every stage has, or launch fewer processes"
-        )

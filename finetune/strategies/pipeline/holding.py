@@ -118,17 +118,14 @@ def place_stage(
             moved = nn.Parameter(values.pop(name), requires_grad=parameter.requires_grad)
             for each, tensor in (values | {name: moved}).items():
                 replace_tensor(model, each, tensor)
-    elsewhere = {f"{path}." for path, layer in model.named_modules() if _packed_elsewhere(layer)}
+    # Another stage's 4-bit layers, whose scales are buffers. A planner's weights are of no class of ours.
+    packed = [(path, layer) for path, layer in model.named_modules() if hasattr(layer, "packing")]
+    elsewhere = {f"{path}." for path, layer in packed if layer.weight.is_meta}
     for name, buffer in list(model.named_buffers()):
         of_others = name.removesuffix(name.rpartition(".")[2]) in elsewhere
         replace_tensor(model, name, torch.empty_like(buffer, device="meta") if of_others else buffer.to(device))
     own = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     return Holding(trained, aliases, place), own
-
-
-def _packed_elsewhere(layer: nn.Module) -> bool:
-    """Whether it is another stage's 4-bit layer, whose scales are its buffers."""
-    return hasattr(layer, "packing") and bool(layer.weight.is_meta)  # a planner's weights are of no class of ours
 
 
 def run_with(index: int, layers: Sequence[range]) -> int:

@@ -77,7 +77,15 @@ def parts_of(structure: PreTrainedModel) -> Parts:
     for path in units:
         hooks.append(structure.get_submodule(path).register_forward_hook(_ran(seen, path, len(layers), structure)))
     try:
-        _forward(structure)
+        # One document of a few tokens, as the trainer's batches have them.
+        tokens = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
+        structure(
+            input_ids=tokens,
+            position_ids=torch.zeros_like(tokens),
+            use_cache=False,
+            cu_seq_lens=torch.zeros(2, dtype=torch.int32, device="meta"),
+            document_lengths=(_TOKENS,),
+        )
     finally:
         for hook in hooks:
             hook.remove()
@@ -95,18 +103,6 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: An
     """A tensor with attention's output shape, [batch, tokens, heads, width], that depends on its weights."""
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
-
-
-def _forward(structure: PreTrainedModel) -> None:
-    """One document of a few tokens, as the trainer's batches have them."""
-    tokens = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
-    structure(
-        input_ids=tokens,
-        position_ids=torch.zeros_like(tokens),
-        use_cache=False,
-        cu_seq_lens=torch.zeros(2, dtype=torch.int32, device="meta"),
-        document_lengths=(_TOKENS,),
-    )
 
 
 def _entering(seen: _Seen, index: int, model: nn.Module) -> Any:

@@ -41,7 +41,7 @@ def main(run: Path, dtype: str, shard_bytes: int, dequantized: bool) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     chosen = getattr(torch, dtype)
-    merge.write_merged(planned, run / "written", chosen, dequantized=dequantized, log=lambda _: None)
+    merge.write_merged(planned, run / "written", chosen, dequantized=dequantized, say=lambda _: None)
     done.set()
     watcher.join()
     files = [path.stat().st_size for path in (run / "written").glob("*.safetensors")]

@@ -309,7 +309,7 @@ def _structure(case: Mapping[str, Any], folder: Path) -> None:
 
 def _tokenizer(case: Mapping[str, Any], folder: Path) -> None:
     """The tokenizer, and the case's rows through its template."""
-    from finetune.model.build import load_tokenizer
+    from finetune.model.new_tokens import load_tokenizer
     from finetune.tokens.dataset import prepare
 
     recipe = _loaded(case, folder)
@@ -331,7 +331,7 @@ def _talk(case: Mapping[str, Any], folder: Path) -> None:
 def _merge(case: Mapping[str, Any], folder: Path) -> None:
     from finetune.hand_over.merge import merge_run
 
-    merge_run(folder / "run", dtype=None, base=None, prompts=0, log=lambda _: None)
+    merge_run(folder / "run", dtype=None, base=None, prompts=0, say=lambda _: None)
 
 
 def _evaluate(case: Mapping[str, Any], folder: Path) -> None:
@@ -344,9 +344,11 @@ def _evaluate(case: Mapping[str, Any], folder: Path) -> None:
 def _resume(case: Mapping[str, Any], folder: Path) -> None:
     """Claim the run's folder as a start does, and print where it would go on."""
     from finetune.run_folder.checkpoint import read_checkpoint
-    from finetune.run_folder.folder import RunIdentity, claim_run_folder
+    from finetune.run_folder.folder import RunIdentity, claim_run_folder, lock_run_folder
 
-    claim = claim_run_folder(folder / "run", resume="auto", identity=RunIdentity({"a": 1}), command="c", wait_seconds=0)
+    claim = claim_run_folder(
+        lock_run_folder(folder / "run", wait_seconds=0), resume="auto", identity=RunIdentity({"a": 1}), command="c"
+    )
     try:
         print(*claim.notes, claim.status, claim.checkpoint.step if claim.checkpoint else "no checkpoint", sep="\n")
         if claim.checkpoint:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.run_folder.checkpoint import write_checkpoint
-from finetune.run_folder.folder import RunIdentity, claim_run_folder
+from finetune.run_folder.folder import RunIdentity, claim_run_folder, lock_run_folder
 from finetune.run_folder.train_state import TrainState
 from tests.support.runs.finished import finished_run
 
@@ -55,7 +55,9 @@ def _sharded(folder: Path, model: Path) -> Path:
 
 def _saved(folder: Path) -> Path:
     folder.mkdir()
-    claim = claim_run_folder(folder / "run", resume="auto", identity=RunIdentity({"a": 1}), command="c", wait_seconds=0)
+    claim = claim_run_folder(
+        lock_run_folder(folder / "run", wait_seconds=0), resume="auto", identity=RunIdentity({"a": 1}), command="c"
+    )
     for step in (1, 2):
         tensors = {
             "model": {"w": torch.full((4, 3), float(step)), "v": torch.ones(2)},

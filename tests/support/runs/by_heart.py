@@ -12,7 +12,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from finetune.files import write_json
 from finetune.generation.generate import stop_on
-from finetune.model.build import build_model, decoder_parts, load_tokenizer
+from finetune.model.build import build_model, decoder_parts
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import resolved_yaml
 from finetune.run_folder.save_restore import export_weights

@@ -13,17 +13,17 @@ from torch import nn
 from finetune.files import append_lines
 from finetune.model.build import decoder_parts
 from finetune.training import samples
-from finetune.training.start import Start
+from finetune.training.agreement import Agreed
 from tests.support.runs.cells import main
 
 
 def count(words: list[str]) -> int:
     """Train the recipes; RUN.answersN has a line for each batch of prompts that rank N answered."""
-    genuine, decided, runs = samples.greedy_answers, samples.questions, [Path()]
+    genuine, decided, runs = samples.greedy_answers, samples.questions_of, [Path()]
 
-    def of_run(start: Start, **options: Any) -> samples.Questions:
-        runs.append(start.run_dir)
-        return decided(start, **options)
+    def of_run(agreed: Agreed, **options: Any) -> samples.Questions:
+        runs.append(agreed.run_dir)
+        return decided(agreed, **options)
 
     def counted(model: nn.Module, tokenizer: Any, prompts: Any, **options: Any) -> list[str]:
         forwards: list[int] = []
@@ -34,7 +34,7 @@ def count(words: list[str]) -> int:
         append_lines(runs[-1].with_suffix(f".answers{os.environ.get('RANK', '0')}"), [cost])
         return answers
 
-    with mock.patch.object(samples, "questions", of_run), mock.patch.object(samples, "greedy_answers", counted):
+    with mock.patch.object(samples, "questions_of", of_run), mock.patch.object(samples, "greedy_answers", counted):
         return main(words)
 
 

@@ -11,7 +11,8 @@ from finetune.answers.by_ranks import Computing
 from finetune.answers.eval_request import EvalRequest
 from finetune.answers.evaluation import measure
 from finetune.finished_run import FinishedRun
-from finetune.model.build import build_model, load_tokenizer
+from finetune.model.build import build_model
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.schema import Recipe

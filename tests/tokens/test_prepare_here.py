@@ -1,9 +1,11 @@
-"""`finetune check --data` refuses the rows that training refuses, where the tokenizer is on this machine."""
+"""Before a run `check --data`, `preview` and `plan` count and refuse rows by the function that training calls."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ import pytest
 
 from finetune.cli.main import main
 from finetune.errors import DataError
-from finetune.model.build import load_tokenizer
+from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
-from finetune.tokens import check_documents
-from finetune.tokens.dataset import prepare
+from finetune.tokens import dataset
+from finetune.tokens.dataset import prepare, prepare_here
+from finetune.training.batch_notes import notes_before_launch
 from tests.support.runs.recipes import least, write_recipe
 
 Rows = list[dict[str, Any]]
@@ -103,37 +106,81 @@ def test_check_refuses_what_training_refuses(
     assert "Traceback" not in output.err
 
 
-def test_large_data_are_encoded_in_part(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_documents, "MOST_ENCODED_BYTES", 100)
-    monkeypatch.setattr(check_documents, "FIRST_ROWS", 10)
-    said = "the first 10 rows of each local data set were encoded; `finetune preview` encodes all"
+@pytest.mark.sample(2, thorough=4)
+@pytest.mark.parametrize(
+    "data",
+    [{"eval": {"fraction": 0.3}}, {"truncation": "drop"}, {"packing": False}, {}],
+    ids=lambda data: ",".join(data) or "packed",
+)
+def test_a_tokenizer_that_is_here_counts_as_training_does(
+    tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str], data: dict[str, Any]
+) -> None:
+    recipe = recipe_of(tmp_path, tiny_llama, [*GOOD * 3, *LONG], {"truncation": "right"} | data)
+    actual, plan = prepare(recipe, load_tokenizer(recipe)), notes_before_launch(recipe)
+    assert (plan["rows"], plan["tokens"]) == (len(actual.train), actual.facts["tokens"])
+    assert ("dropped: longer than data.max_length" in " ".join(plan["notes"])) == ("truncation" in data)
+    for words in (["check", "--data"], ["preview", "-n", "0"]):
+        command = [words[0], str(tmp_path / "recipe.yaml"), *words[1:]]
+        assert main([*command, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)["batches"]
+        assert told == notes_before_launch(recipe, actual)
+        assert main(command) == 0
+        assert " ".join(told["notes"][0].split()) in " ".join(capsys.readouterr().out.split())
+
+
+def test_large_data_are_encoded_in_part(
+    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dataset, "MOST_ENCODED_BYTES", 100)
+    monkeypatch.setattr(dataset, "FIRST_ROWS", 10)
+    line = "data: the first 10 rows of each local data set were encoded: the data are on the Hub, or large; "
+    line += "`finetune preview` counts all"
     recipe = recipe_of(tmp_path, tiny_llama, [*GOOD * 5, LONG[0]], {})
-    assert check_documents.check_documents(recipe) == (None, [said])
+    prepared, uncounted = prepare_here(recipe)
+    assert prepared is not None
+    assert (prepared.facts["documents"], uncounted) == (10, line)
+    assert notes_before_launch(recipe) == notes_before_launch(recipe, prepared, uncounted)
+    assert notes_before_launch(recipe)["rows"] is None
+    assert main(["check", str(tmp_path / "recipe.yaml"), "--data"]) == 0
+    assert " ".join(capsys.readouterr().out.split()).count(line) == 1
     recipe = recipe_of(tmp_path, tiny_llama, [*GOOD, LONG[0], *GOOD], {})
-    (line,) = mistakes_of(lambda: check_documents.check_documents(recipe))
-    assert line.startswith(f"{tmp_path / 'rows.jsonl'}:5: ")
-    assert "more than data.max_length 64" in line
+    (mistake,) = mistakes_of(lambda: prepare_here(recipe))
+    assert mistake.startswith(f"{tmp_path / 'rows.jsonl'}:5: ")
+    assert "more than data.max_length 64" in mistake
+    assert notes_before_launch(recipe)["notes"][0].startswith("data: not counted: training would refuse the rows; ")
     # Data on the Hub are not asked for; the local ones beside them are encoded.
     hub = recipe.data.train[0].model_copy(update={"path": "someone/rows", "data_files": None})
     mixed = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": [hub, *recipe.data.train]})})
-    assert mistakes_of(lambda: check_documents.check_documents(mixed)) == [line]
+    assert mistakes_of(lambda: prepare_here(mixed)) == [mistake]
 
 
-def test_without_a_tokenizer_lengths_are_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_on_the_hub_are_not_counted(tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = least(tiny_llama, data={"train": [{"path": "someone/chats"}]}, training={"learning_rate": 0.5})
+    assert main(["check", str(write_recipe(tmp_path, content)), "--data"]) == 0
+    assert [line.split(";")[0] for line in capsys.readouterr().out.splitlines()[1:3]] == [
+        "data: not counted: the data are on the Hub, or large",
+        "training.learning_rate: 0.5 is far above what LoRA takes, 0.00001 to 0.002",
+    ]
+
+
+def test_without_a_tokenizer_rows_are_counted_without_torch(tmp_path: Path) -> None:
     recipe_of(tmp_path, "nobody/nothing", [*GOOD, *LONG], {})
+    program = "import sys; from finetune.cli.main import main; main(sys.argv[1:]); print(sorted(sys.modules))"
     words = ["check", str(tmp_path / "recipe.yaml"), "--data"]
-    assert main(words) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "data.max_length: about 5 of 9 documents are longer than 64 tokens by the estimate, the longest " in told
-    for setting in ("data.max_length=400", "data.truncation=right", "data.truncation=drop"):
-        assert main([*words, setting]) == 0
-        assert ("by the estimate" in capsys.readouterr().out) == setting.endswith("drop")  # which leaves them out
+    process = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    line = "data: 9 rows; tokens are not counted: the tokenizer of nobody/nothing is not on this machine; "
+    assert line + "`finetune preview` loads it and counts them" in " ".join(process.stdout.split())
+    assert "'numpy'" in process.stdout
+    assert "'torch'" not in process.stdout
+    assert "'transformers'" not in process.stdout
 
 
 def test_a_models_code_is_not_run(tmp_path: Path, tiny_llama: Path) -> None:
     recipe = recipe_of(tmp_path, tiny_llama, LONG, {})
     trusted = recipe.model_copy(update={"model": recipe.model.model_copy(update={"trust_remote_code": True})})
-    assert check_documents.check_documents(trusted) == (None, None)
+    prepared, uncounted = prepare_here(trusted)
+    assert prepared is None
+    assert "may run code of its own" in uncounted
 
 
 def test_a_cached_part_of_a_hubs_model_refuses_nothing(
@@ -143,5 +190,5 @@ def test_a_cached_part_of_a_hubs_model_refuses_nothing(
     part.mkdir()
     shutil.copy(tiny_llama / "tokenizer.json", part)
     (part / "tokenizer_config.json").write_text("{")
-    monkeypatch.setattr(check_documents, "tokenizer_file", lambda *_: part / "tokenizer.json")
-    assert check_documents.check_documents(recipe_of(tmp_path, "someone/model", LONG, {})) == (None, None)
+    monkeypatch.setattr(dataset, "tokenizer_file", lambda *_: part / "tokenizer.json")
+    assert prepare_here(recipe_of(tmp_path, "someone/model", LONG, {}))[0] is None
