@@ -92,7 +92,8 @@ def write_page(table: list[str]) -> None:
     text = (
         f"## Twelve classes, by probability\nFrom which shelf is a fortune? Debian's package `fortunes`, {TRAINED} "
         f"entries of each shelf to train on and {ASKED} others to ask, the\nembedded model, "
-        "LoRA, one seed. A guess is right in 8 of 100. `python benchmarks/classes.py FORTUNES FOLDER`, record `classes`.\n\n```\n"
+        "LoRA, one seed. A guess is right in 8 of 100. `python benchmarks/classes.py FORTUNES FOLDER`, record "
+        "`classes`.\n\n```\n"
     )
     PAGE.write_text(f"{head}{BEGIN}{text}" + "\n".join(table) + f"\n```\n{END}{tail}", "utf-8")
 

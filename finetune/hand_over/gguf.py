@@ -60,7 +60,7 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     run = finished_run(run_dir)
     folder = run_dir / "gguf"
     if folder.is_symlink():
-        raise FinetuneError(f"{folder}: is a link, and exports do not write through links; remove it")
+        raise FinetuneError(f"{folder}: is a link, through which nothing is written; remove it")
     check_output(folder, "--gguf", folder=True)
     python, tokenizer = converter(), load_run_tokenizer(run)
     encoder = Encoder(tokenizer, run.recipe.data, run.recipe.model)

@@ -81,9 +81,8 @@ class CompiledLayers:
 
     def run(self, layer: Any, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's output. Raises EnvironmentMismatch where `required` and its first forward or backward fails."""
-        if not self._alone(layer, hidden.requires_grad) and self._may_run_compiled(
-            layer, hidden.requires_grad, args, kwargs
-        ):
+        needs_grad = hidden.requires_grad
+        if not self._alone(layer, needs_grad) and self._may_run_compiled(layer, needs_grad, args, kwargs):
             try:
                 return self._call(layer, args, self._without_lengths(kwargs))
             except torch.OutOfMemoryError:
@@ -108,7 +107,8 @@ class CompiledLayers:
             return _as_written(layer)(layer, *args, **kwargs)
 
         def compiled() -> Any:
-            # The first layer's input requires a gradient where layers are recomputed. Detach it: otherwise torch compiles a second graph.
+            # The first layer's input requires a gradient where layers are recomputed. Detach it: otherwise torch
+            # compiles a second graph.
             given = _mapped(args, Tensor.detach)
             options = _mapped(self._without_lengths(kwargs), Tensor.detach)
             for tensor in nested_tensors((given, options)):
@@ -159,8 +159,9 @@ class CompiledLayers:
 
     @staticmethod
     def _alone(layer: Any, reached: bool) -> bool:
-        """Whether this is the first layer with adapters, whose input needs no gradient. It would need
-        its own graph, which compiles as long as the graph that all other layers share. It runs as written: 0.5 % of a step with 32 layers."""
+        """Whether this is the first layer with adapters, whose input needs no gradient. It would need its own graph,
+        which compiles as long as the graph that all other layers share. It runs as written: 0.5 % of a step with 32
+        layers."""
         return layer.finetune_trained and not reached
 
     def stop(self, reason: str) -> None:
@@ -268,9 +269,10 @@ class CompiledLayers:
         def compiled(*leaves: Tensor) -> Any:
             values = given((args, self._without_lengths(kwargs)), leaves)
             for tensor in nested_tensors(values):
-                # Mark every size dynamic. If the first row's length equals the model's width, torch assumes that they are
-                # always equal, and compiles again for the next row. torch's guide to dynamic shapes names this function. Only the first call compiles, so later ones need no
-                # marks, which cost the host a tenth of a layer's time.
+                # Mark every size dynamic. If the first row's length equals the model's width, torch assumes that they
+                # are always equal, and compiles again for the next row. torch's guide to dynamic shapes names this
+                # function. Only the first call compiles, so later ones need no marks, which cost the host a tenth of a
+                # layer's time.
                 torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))
             return self._call(layer, *values)
 
@@ -350,7 +352,7 @@ def _keeps_too_much(
     return f"keeps {found:,} bytes for backward, as it is written {expected:,}; {allowed:,} are allowed"
 
 
-def _run_inside_checkpoint_for_backward(call: Callable[[], Any]) -> int:
+def _kept_for_backward(call: Callable[[], Any]) -> int:
     """Bytes that a forward keeps beside its output. Tensors that a second forward keeps too were there before: weights,
     inputs.
     """
@@ -378,7 +380,7 @@ def _forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     hidden = next(nested_tensors((args, kwargs)))  # [rows, tokens, hidden_size]; a tile is [tokens, hidden_size]
     # A rank without a row gets one of a single token, which would be a graph of its own.
     if hidden.shape[:-1].numel() > 1:
-        if layer.training and compiled.reached is not None:
+        if layer.training and compiled.input_needs_grad is not None:
             return compiled.look(layer, args, kwargs)
         if layer.training and compiled.stopped is None and torch.is_grad_enabled():
             return compiled.run(layer, hidden, args, kwargs)
