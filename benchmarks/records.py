@@ -36,6 +36,7 @@ PLAN = ("finetune/planner/trace", "finetune/planner/depth", "finetune/planner/pl
 # Record -> files and folders that decide its figures. A row of one recipe names that itself.
 DEPENDS = {
     "checker": (*STEP, *ANSWERS, "benchmarks/checker.py"),
+    "classes": (*STEP, *ANSWERS, "benchmarks/classes.py"),
     "closed_form": (*PLAN, "benchmarks/closed_form.py"),
     "experts": ("finetune/model/packed_experts.py", "benchmarks/experts.py"),
     "families": ("finetune/architecture", "finetune/model", "finetune/probe", "benchmarks/families.py"),

@@ -47,7 +47,7 @@ def in_home(text: str) -> str:
 
 
 def from_here(path: Path) -> str:
-    """The path, relative if it is inside the current folder, so that a script also works in another machine's copy."""
+    """Make a path inside the current folder relative, so that scripts also work in a copy elsewhere."""
     absolute, folder = path.absolute(), Path.cwd()
     return str(absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute)
 

@@ -181,8 +181,9 @@ def _relative(distance: float, length: float) -> float:
 
 @contextmanager
 def _without_zeros(parameters: Any) -> Iterator[None]:
-    """Within the block, parameters that are exactly zero get random values like a linear layer's. They are set through
-    `data`, so that autograd does not count a change. They are restored before anyone sees them.
+    """Give parameters that are exactly zero random values within the block, like a linear layer's, then restore them.
+
+    Writing through `.data` hides the change from autograd.
     """
     changed: list[tuple[Tensor, Tensor]] = []
     generator = torch.Generator().manual_seed(2)

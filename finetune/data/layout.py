@@ -68,7 +68,7 @@ class RowLayout:
 
 
 def _fill_template(ours: str, text: str, row: Mapping[str, Any]) -> str:
-    """Put a row's cells into a template; empty if all cells are. Raises BadRow for a list or an object."""
+    """Put a row's cells into a template. Returns '' if every cell is empty. Raises BadRow for a list or an object."""
     cells = {}
     for name in template_fields(text):
         value = row.get(name)

@@ -45,13 +45,13 @@ Say = Callable[[str], None]
 
 
 def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int = 0) -> dict[str, Any]:
-    """Write run_dir/gguf/NAME-QUANTIZATION.gguf, and a Modelfile for Ollama where its templates can express the run's.
+    """Write run_dir/gguf/NAME-QUANTIZATION.gguf, and a Modelfile if Ollama's templates can express it.
 
     A run with an adapter is merged first, unless run_dir/merged is newer than the adapter. Returns file, bytes,
     seconds, tensors per type, Modelfile (or None) and the commands that serve it.
 
     Args:
-        prompts: Held-out documents by which a merge compares the merged model; 0: none.
+        prompts: Number of held-out documents on which a merge compares the merged model; 0: none.
 
     Raises:
         EnvironmentMismatch: no converter.
@@ -63,8 +63,8 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
         raise FinetuneError(f"{folder}: is a link, through which nothing is written; remove it")
     check_output(folder, "--gguf", folder=True)
     python, tokenizer = converter(), load_run_tokenizer(run)
-    # Without it llama-server sets enable_thinking: true.
     encoder = Encoder(tokenizer, run.recipe.data, run.recipe.model)
+    # Without `--reasoning off`, llama-server sets enable_thinking: true.
     options = ["--reasoning", "off"] if "enable_thinking" in encoder.variables_for_server() else []
     if run.conversation.tools:
         options.append("--jinja")

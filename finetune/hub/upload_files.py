@@ -91,7 +91,7 @@ class Outgoing:
 
 
 def plain_texts(text: str) -> Iterator[str]:
-    """The text without escapes (JSON, HTML, addresses), and the same with its lines joined."""
+    """Yield the unescaped text (JSON, HTML, URL) if it differs, then that text with its lines joined."""
     plain = html.unescape(unquote(_ESCAPED.sub(lambda match: chr(int(match[1] or match[2], 16)), text)))
     if plain != text:
         yield plain

@@ -161,7 +161,7 @@ def reward_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
 
 
 def chosen_and_rejected(run: ReportedRun, title: str, keys: Mapping[str, str]) -> Chart:
-    """A value of wanted and of unwanted answers: smoothed curves of the training lines, and dots of held-out rows."""
+    """Chart one metric for chosen and rejected answers: smoothed curves from training, dots from held-out rows."""
     curves, dots, shown = [], [], title
     for colour, (answer, key) in zip(ANSWER_COLOURS, keys.items(), strict=True):
         smooth, steps = _smoothed(run, key)

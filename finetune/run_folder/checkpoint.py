@@ -155,7 +155,7 @@ def write_checkpoint(
         run_dir: The run's folder, or on `ranks.apart` their machine's own. The run's metrics are synced first, so that
             they reach as far as the checkpoint.
         step: Finished optimizer steps.
-        tensors: Group -> name -> tensor, on any device, with any shape (0-dim too) and layout, or this rank's piece.
+        tensors: Group -> name -> tensor, on any device, of any shape (0-dim too): whole, sharded, or this rank's piece.
             Shared tensors are stored once.
         state: Everything that is not a tensor, as JSON; no NaN or infinity.
         keep: Newest checkpoints to keep, at least 1; this one is always kept.
@@ -427,10 +427,10 @@ class OwnPieces:
 
 
 def own_pieces(groups: Mapping[str, Tensors], rank: int) -> dict[str, OwnPieces]:
-    """This rank's pieces by group. They are views: nothing is copied.
+    """This rank's pieces by group. Tensors are views, except those that `copies` names.
 
     Args:
-        groups: Group -> name -> tensor, on any device, with any shape (0-dim too) and layout, or this rank's piece.
+        groups: Group -> name -> tensor, on any device, of any shape (0-dim too): whole, sharded, or this rank's piece.
     """
     return {group: _group_pieces(named, rank) for group, named in groups.items()}
 

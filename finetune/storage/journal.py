@@ -132,7 +132,8 @@ def _entry(storage: Storage, number: int) -> Entry:
         if not all(_LISTED.fullmatch(name) for name in entry.gone):
             raise ValueError("a name to delete")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        remedy = WHEN_REQUIRED if b"x-amz-checksum" in content else _OTHER_PREFIX  # a store that keeps it in the object
+        # A store that does not know the checksum saves it inside the object.
+        remedy = WHEN_REQUIRED if b"x-amz-checksum" in content else _OTHER_PREFIX
         place = f"{storage.url}/{entry_name(number)}"
         raise FinetuneError(f"{place}: is not what a run writes ({one_line(error, 80)}); {remedy}") from None
     return entry

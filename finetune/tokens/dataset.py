@@ -373,7 +373,7 @@ def _unused_tokens(
 def _sample_prompts(
     recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split, opening: list[dict[str, str]]
 ) -> list[SamplePrompt]:
-    """The recipe's own prompts after the rows' system message, or else the first held-out documents."""
+    """The recipe's prompts, each after the rows' system message. Without prompts: held-out or training documents."""
     section = recipe.samples
     if section.prompts is not None:
         try:

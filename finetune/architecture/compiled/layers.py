@@ -65,23 +65,24 @@ MOST_KEPT, MOST_KEPT_BESIDES = 1.5, 1 << 16
 class CompiledLayers:
     """A model's compiled layers, and the result of compiling them."""
 
-    required: bool  # what cannot be compiled, or not rightly, is an error; else all layers run as they are written
+    required: bool  # True: a layer that does not compile, or computes otherwise, is an error. False: all run uncompiled
     log: Callable[[str], None]  # a line for the user
     backend: Any = "inductor"
-    seconds: dict[tuple[str, bool], float] = field(default_factory=dict)  # of the first forward and backward of a kind
-    stopped: str | None = None  # why no layer is compiled, or none any more
+    seconds: dict[tuple[str, bool], float] = field(default_factory=dict)  # by kind: its first forward and backward
+    stopped: str | None = None  # why compilation stopped; None while it is on
     applied: bool = False  # the layers of a model have been given to it
     differences: list[Discrepancy] = field(default_factory=list)  # from the layers as they are written, by kind
     graphs: Counter[str] = field(default_factory=Counter)  # `found` in the cache folder, and `made`
-    reached: bool | None = None  # a gradient is wanted of the next layer's input; None outside of `comparing`
+    input_needs_grad: bool | None = None  # whether the next layer's input does; None outside `comparing`
     forwards_too: bool = False  # layers in evaluation mode are compiled as well
     forward_seconds: dict[str, float] = field(default_factory=dict)  # of a kind's first forward without gradients
     _functions: dict[Any, Callable[..., Any]] = field(default_factory=dict)  # by a layer as it is written
-    _last: tuple[tuple[int, ...], Tensor] | None = None  # the lengths of a row, and the ends of its documents
+    _last: tuple[tuple[int, ...], Tensor] | None = None  # the last row's document lengths, and their ends
 
     def run(self, layer: Any, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's output. Raises EnvironmentMismatch where `required` and its first forward or backward fails."""
-        if not self._alone(layer, hidden.requires_grad) and self._tried(layer, hidden.requires_grad, args, kwargs):
+        needs_grad = hidden.requires_grad
+        if not self._alone(layer, needs_grad) and self._may_run_compiled(layer, needs_grad, args, kwargs):
             try:
                 return self._call(layer, args, self._without_lengths(kwargs))
             except torch.OutOfMemoryError:
@@ -106,7 +107,8 @@ class CompiledLayers:
             return _as_written(layer)(layer, *args, **kwargs)
 
         def compiled() -> Any:
-            # The first layer's input requires a gradient where layers are recomputed. That would be a second graph.
+            # The first layer's input requires a gradient where layers are recomputed. Detach it: otherwise torch
+            # compiles a second graph.
             given = _mapped(args, Tensor.detach)
             options = _mapped(self._without_lengths(kwargs), Tensor.detach)
             for tensor in nested_tensors((given, options)):
@@ -139,26 +141,27 @@ class CompiledLayers:
         Args:
             reached: Whether the first layer's input needs a gradient.
         """
-        self.reached = reached
+        self.input_needs_grad = reached
         try:
             yield
         finally:
-            self.reached = None
+            self.input_needs_grad = None
 
     def look(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a layer as it is written; within `comparing`."""
+        """Run the layer as written, and compare its kind if that is new. Use it within `comparing`."""
         output = _as_written(layer)(layer, *args, **kwargs)
-        reached = bool(self.reached)
+        reached = bool(self.input_needs_grad)
         known = (layer.finetune_kind, reached) in self.seconds or self._alone(layer, reached)
         if self.stopped is None and not known:
-            self._tried(layer, reached, args, kwargs)
-        self.reached = reached or any(each.requires_grad for each in layer.parameters())
+            self._may_run_compiled(layer, reached, args, kwargs)
+        self.input_needs_grad = reached or any(each.requires_grad for each in layer.parameters())
         return output
 
     @staticmethod
     def _alone(layer: Any, reached: bool) -> bool:
-        """Whether this is the first layer with adapters, whose input needs no gradient. It would be a graph of its own,
-        as many seconds as all other layers' graph. It runs as written: 0.5 % of a step with 32 layers."""
+        """Whether this is the first layer with adapters, whose input needs no gradient. It would need its own graph,
+        which compiles as long as the graph that all other layers share. It runs as written: 0.5 % of a step with 32
+        layers."""
         return layer.finetune_trained and not reached
 
     def stop(self, reason: str) -> None:
@@ -167,7 +170,7 @@ class CompiledLayers:
         self.log(f"training.compile: layers run without it from here on: {reason}")
 
     def agree(self, total: Callable[[Tensor], Any], device: torch.device) -> None:
-        """Stop on every rank where one has; every rank calls it. `total` sums a tensor over the ranks.
+        """If one rank has stopped, stop on all. Every rank calls it. `total` sums a tensor over the ranks.
 
         Raises EnvironmentMismatch on all of them where `required`.
         """
@@ -200,10 +203,10 @@ class CompiledLayers:
     def _call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not getattr(layer, "gradient_checkpointing", False) or GRAPHS_RECOMPUTE:
             return self._function(_as_written(layer))(layer, *args, **kwargs)
-        return layer._gradient_checkpointing_func(partial(self._kept, layer, **kwargs), *args)
+        return layer._gradient_checkpointing_func(partial(self._run_inside_checkpoint, layer, **kwargs), *args)
 
-    def _kept(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """The bytes kept by a layer whose recomputation is outside its graph."""
+    def _run_inside_checkpoint(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer that transformers recomputes outside its graph."""
         layer.gradient_checkpointing = False  # transformers' wrapper, which the graph includes, reads it
         try:
             return self._function(_as_written(layer))(layer, *args, **kwargs)
@@ -219,7 +222,7 @@ class CompiledLayers:
             self._functions[as_written] = function
         return function
 
-    def _tried(self, layer: Any, reached: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _may_run_compiled(self, layer: Any, reached: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the compiled layer may run: its kind was compared, or is compared now.
 
         This runs only this layer's forward and backward, and drops the results. A failure in the whole model's backward
@@ -266,10 +269,10 @@ class CompiledLayers:
         def compiled(*leaves: Tensor) -> Any:
             values = given((args, self._without_lengths(kwargs)), leaves)
             for tensor in nested_tensors(values):
-                # Every size is a symbol of its own: torch would take two that are equal in the first row, its tokens
-                # and the width of the model, for the same, and compile again where they are not. torch's guide to
-                # dynamic shapes has the function under this name. Only the first call compiles, so later ones need no
-                # marks, which cost the host a tenth of a layer's time.
+                # Mark every size dynamic. If the first row's length equals the model's width, torch assumes that they
+                # are always equal, and compiles again for the next row. torch's guide to dynamic shapes names this
+                # function. Only the first call compiles, so later ones need no marks, which cost the host a tenth of a
+                # layer's time.
                 torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))
             return self._call(layer, *values)
 
@@ -377,7 +380,7 @@ def _forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     hidden = next(nested_tensors((args, kwargs)))  # [rows, tokens, hidden_size]; a tile is [tokens, hidden_size]
     # A rank without a row gets one of a single token, which would be a graph of its own.
     if hidden.shape[:-1].numel() > 1:
-        if layer.training and compiled.reached is not None:
+        if layer.training and compiled.input_needs_grad is not None:
             return compiled.look(layer, args, kwargs)
         if layer.training and compiled.stopped is None and torch.is_grad_enabled():
             return compiled.run(layer, hidden, args, kwargs)

@@ -85,7 +85,7 @@ def fast_modules(model: nn.Module) -> Iterator[FastModule]:
 
 
 def _by_peft(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
-    """The library's form of `finetune_products`."""
+    """What peft's own layers compute, to compare with `finetune_products`."""
     return tuple(type(layer).forward(layer, hidden) for layer in sharing_layers(module))
 
 

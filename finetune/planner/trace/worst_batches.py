@@ -52,7 +52,7 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
 
 @dataclass(frozen=True)
 class _RowLengths:
-    """Rows, by their documents' lengths alone."""
+    """Rows of documents with these lengths. All tokens are number 3, because only lengths matter."""
 
     documents_of: Sequence[Sequence[int]]
 
