@@ -308,7 +308,9 @@ def _in_words(reading: Reading, among: Sequence[Reading]) -> str:
 
 def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...], list[str]]:
     """Count the sample's rows as training reads them. Also the first rows, to show, and the reader's notes."""
-    reader = RowReader(resolve(entry))
+    source = resolve(entry)
+    source.notes.update(sample.notes)  # its rows are not read again
+    reader = RowReader(source)
     examples: list[Content] = []
     problems: list[str] = []
     mistakes = Mistakes()

@@ -28,6 +28,7 @@ class Sample:
     rows: list[SourceRow]  # with those that could not be read
     total: int | None  # rows: counted, or estimated for a large file; None if neither is possible
     is_whole: bool
+    notes: Mapping[str, int]  # the reader's, for the file's owner
 
     @cached_property
     def values(self) -> list[Mapping[str, Any]]:
@@ -72,7 +73,7 @@ def read_sample(source: Source) -> Sample:
         for file in source.files:
             with open_regular(file) as stored, pyarrow.parquet.ParquetFile(stored) as table:
                 total += int(table.metadata.num_rows)
-    return Sample(rows, total, is_whole)
+    return Sample(rows, total, is_whole, source.notes)
 
 
 def _estimated_rows(file: Path, nbytes: int) -> int | None:

@@ -80,7 +80,7 @@ def test_what_fails_in_the_training_is_raised(content: dict[str, Any], tmp_path:
 
 @pytest.mark.thorough
 def test_an_interrupt_saves_and_the_same_call_goes_on(content: dict[str, Any], tmp_path: Path) -> None:
-    content["training"]["max_steps"] = 40
+    content["training"]["max_steps"] = 400  # 10 ms each: the signal must come before the last one
 
     def interrupt() -> None:
         metrics = tmp_path / "run" / "metrics.jsonl"
@@ -92,10 +92,10 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(content: dict[str, Any], t
     with pytest.raises(Stopped):
         finetune.fit(content)
     state = json.loads((tmp_path / "run" / "run_state.json").read_text("utf-8"))
-    assert 2 <= state["step"] < 40
+    assert 2 <= state["step"] < 400
     run = finetune.fit(content)
     assert run.adapter is not None
-    assert len(trained_by(run)) == 40
+    assert len(trained_by(run)) == 400
 
 
 def test_importing_finetune_loads_no_torch() -> None:

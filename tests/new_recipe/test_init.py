@@ -650,7 +650,7 @@ def test_a_wide_table_compares_few_pairs(monkeypatch: pytest.MonkeyPatch) -> Non
     compared = []
     monkeypatch.setattr(readings_module, "_pair_score", lambda *pair: float(not compared.append(pair)))  # type: ignore[func-returns-value]
     rows = [{f"col {column}": f"some text number {n} in {column}" for column in range(1000)} for n in range(3)]
-    assert len(readings_module.readings("auto", rows).found) > 1
+    assert len(readings_module.readings("auto", rows).plausible) > 1
     assert len(compared) <= readings_module.COMPARED**2
 
 
