@@ -1,7 +1,8 @@
-"""Twelve classes on two CPU cores: the shelf that a fortune comes from, scored by probability. Writes docs/results.md.
+"""Twelve classes on two CPU cores: the shelf that a fortune comes from, scored by probability.
 
     apt-get download fortunes fortunes-min && for file in *.deb; do dpkg -x $file fortunes; done
     python benchmarks/classes.py fortunes/usr/share/games/fortunes FOLDER    FOLDER keeps the run; again: goes on
+    python benchmarks/skills.py --page                                       docs/results.md
 
 The texts are Debian's package fortunes 1:1.99.1-7.3. A shelf is the name of a file; a line `%` ends each entry.
 Trained: 60 entries of each shelf, the embedded model, LoRA. Asked: 12 others of each.
@@ -14,6 +15,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -23,8 +25,6 @@ from benchmarks.common import write_result
 SHELVES = "art computers definitions drugs education food law love perl politics science startrek".split()
 SHORTEST, LONGEST = 30, 260  # letters of an entry
 TRAINED, ASKED = 60, 12  # entries of each shelf
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "results.md"
-BEGIN, END = "<!-- classes: written by benchmarks/classes.py -->\n", "<!-- end of classes -->\n"
 
 
 def write_rows(source: Path, folder: Path) -> tuple[Path, Path]:
@@ -82,20 +82,22 @@ def main() -> None:
     exact = result["scores"]["metrics"].get("exact", {})
     figures = {"options": result["options"], "exact": exact, "held_out": result["held_out"], "table": table}
     print(write_result("classes", figures))
-    write_page(table)
 
 
-def write_page(table: list[str]) -> None:
-    """Put the table into docs/results.md."""
-    head, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    text = (
-        f"## Twelve classes, by probability\nFrom which shelf is a fortune? Debian's package `fortunes`, {TRAINED} "
-        f"entries of each shelf to train on and {ASKED} others to ask, the\nembedded model, "
-        "LoRA, one seed. A guess is right in 8 of 100. `python benchmarks/classes.py FORTUNES FOLDER`, record "
-        "`classes`.\n\n```\n"
-    )
-    PAGE.write_text(f"{head}{BEGIN}{text}" + "\n".join(table) + f"\n```\n{END}{tail}", "utf-8")
+def sections(result: dict[str, Any]) -> list[str]:
+    """The part of docs/results.md on twelve classes."""
+    return [
+        "",
+        "## Twelve classes, by probability",
+        "",
+        f"From which shelf is a fortune? Debian's package `fortunes`, {TRAINED} entries of each shelf to train on and",
+        f"{ASKED} others to ask, the embedded model, LoRA, one seed. A guess is right in 8 of 100.",
+        "`python benchmarks/classes.py FORTUNES FOLDER`, record `classes`.",
+        "",
+        "```",
+        *result["table"],
+        "```",
+    ]
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.checker import sections as checker_sections
+from benchmarks.classes import sections as class_sections
 from benchmarks.common import RESULTS, write_result
 from data.skills.answers import is_polite
 from finetune.report.pictures import new_figure
@@ -301,6 +302,7 @@ def page(result: dict[str, Any]) -> str:
         lines += forgetting_section(result["forgetting"])
     if (RESULTS / "checker.json").is_file():
         lines += checker_sections(json.loads((RESULTS / "checker.json").read_text("utf-8")))
+    lines += class_sections(json.loads((RESULTS / "classes.json").read_text("utf-8")))
     return "\n".join(lines) + "\n"
 
 
