@@ -8,7 +8,6 @@ weights and 32 bits per 256 such scales, 127 MB for Llama 3 8B.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -127,11 +126,11 @@ def _unpacked(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> T
     """
     from bitsandbytes import functional as bits
 
-    shape, state = state.shape, copy.copy(state)
-    state.dtype = dtype or state.dtype
-    if _by_rows_is_right(packed.device, shape):
-        return bits.dequantize_4bit(packed.view(-1, 1), state)
-    state.shape = torch.Size((1, shape.numel()))
+    shape = state.shape
+    read_as = shape if _by_rows_is_right(packed.device, shape) else torch.Size((1, shape.numel()))
+    kept = state.absmax, read_as, state.code, state.blocksize, state.quant_type
+    # Not by copy.copy, which torch 2.11 does not compile.
+    state = bits.QuantState(*kept, dtype or state.dtype, state.offset, state.state2)
     return bits.dequantize_4bit(packed.view(-1, 1), state).view(shape)
 
 

@@ -15,7 +15,7 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig
 
 from finetune.architecture.own_layers.compute import compute_layers
 from finetune.errors import FinetuneError
@@ -252,6 +252,8 @@ def test_experts_that_compute_otherwise_are_refused_before_weights_are_read(fami
 @pytest.mark.thorough
 def test_a_stored_tensor_that_holds_several_parameters_is_quantised(tmp_path: Path) -> None:
     """transformers hands all of them over at once."""
+    if "lara_mini" not in CONFIG_MAPPING:
+        pytest.skip("transformers 5.17 does not have this family")
     save_shaken("lara_mini", tmp_path)
     model = build_model(recipe(tmp_path, by_name=False), CPU)
     layers = {path: layer for path, layer in model.named_modules() if path.endswith("in_proj_qkv.base_layer")}
