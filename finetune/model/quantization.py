@@ -130,7 +130,7 @@ def _unpacked(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> T
     read_as = shape if _by_rows_is_right(packed.device, shape) else torch.Size((1, shape.numel()))
     kept = state.absmax, read_as, state.code, state.blocksize, state.quant_type
     # Not by copy.copy, which torch 2.11 does not compile.
-    state = bits.QuantState(*kept, dtype or state.dtype, state.offset, state.state2)
+    state = bits.QuantState(*kept, dtype or state.dtype, state.offset, state.state2)  # type: ignore[no-untyped-call]
     return bits.dequantize_4bit(packed.view(-1, 1), state).view(shape)
 
 
