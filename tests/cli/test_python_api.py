@@ -88,9 +88,13 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(content: dict[str, Any], t
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(Stopped):
-        finetune.fit(content)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores the signal
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(Stopped):
+            finetune.fit(content)
+    finally:
+        signal.signal(signal.SIGINT, before)
     state = json.loads((tmp_path / "run" / "run_state.json").read_text("utf-8"))
     assert 2 <= state["step"] < 400
     run = finetune.fit(content)
