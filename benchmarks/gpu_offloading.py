@@ -1,8 +1,8 @@
 """Hidden states in host memory on a GPU: the same bits, the bytes by arithmetic, and the seconds that copies add.
 
-The step `offloading` of gpu.py: layers of Llama 8B's width with random weights, all of them frozen but the norms, every
-layer recomputed, rows of 16,384 tokens. Three micro-batches run with and without `training.activation_offloading`, from
-the same weights. On a CPU, `--shrunken`, memory and seconds are not judged.
+The step `offloading` of gpu.py: layers of Llama 8B's width with random weights. Only the norms are trained. Every layer
+is recomputed, and rows have 16,384 tokens. Three micro-batches run with and without `training.activation_offloading`,
+from the same weights. On a CPU, `--shrunken`, memory and seconds are not judged.
 """
 
 from __future__ import annotations

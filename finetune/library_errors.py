@@ -54,10 +54,8 @@ def library_errors(
         if (refusal := _refused_segments(error)) is not None:
             raise refusal from error
         number = re.search(r"os error (\d+)", str(error))  # safetensors and tokenizers give it in their text alone
-        if writing is not None and isinstance(error, OSError):
-            raise EnvironmentMismatch(_disk_message(writing, error.errno, error.strerror, kept)) from error
-        if writing is not None and number is not None:
-            raise EnvironmentMismatch(_disk_message(writing, int(number[1]), None, kept)) from error
+        if writing is not None and (isinstance(error, OSError) or number is not None):
+            raise EnvironmentMismatch(_disk_message(writing, error, number and int(number[1]), kept)) from error
         if callable(line):
             raise line(error) from error
         if reading is not None and isinstance(error, OSError):
@@ -69,8 +67,10 @@ def library_errors(
         raise (DataError([text]) if kind is DataError else kind(text)) from error
 
 
-def _disk_message(path: Path, number: int | None, reason: str | None, kept: str) -> str:
-    reason = reason or os.strerror(number or 0)
+def _disk_message(path: Path, error: Exception, number: int | None, kept: str) -> str:
+    reason = os.strerror(number) if number else str(error)
+    if isinstance(error, OSError):
+        number, reason = error.errno, error.strerror or str(error)
     if number not in (errno.ENOSPC, errno.EDQUOT):
         return f"{path}: could not be written: {reason}; {kept}check the folder's rights and its disk"
     free = shutil.disk_usage(next(parent for parent in path.parents if parent.exists())).free

@@ -161,8 +161,10 @@ def measure(
         remedy = "name rows: --data FILE, or --general or --tasks"
         raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); {remedy}")
     questions = _questions(run, computing, prepared, request, say)
+    kept = None  # a server's answers, until they are scored
     if request.endpoint is not None and questions:
-        answers = _server_answers(run, questions, request, request.endpoint, say, show)
+        kept = KeptAnswers(run.folder / EVAL_KEPT, request.endpoint)
+        answers = _server_answers(run, questions, request.endpoint, kept, say, show)
         result: dict[str, Any] = {
             "endpoint": {"model": request.endpoint.model, "base_model": request.endpoint.base_model}
         }
@@ -186,6 +188,8 @@ def measure(
         result[question.key] = outcome.figures
         rows += outcome.rows
         say(outcome.words)
+    if kept is not None:
+        kept.forget()
     return result, rows
 
 
@@ -211,14 +215,13 @@ def _model_answers(
 
 
 def _server_answers(
-    run: FinishedRun, questions: Sequence[Any], request: EvalRequest, endpoint: Endpoint, say: _Say, show: _Say
+    run: FinishedRun, questions: Sequence[Any], endpoint: Endpoint, kept: KeptAnswers, say: _Say, show: _Say
 ) -> dict[str, dict[str, Any]]:
     """As `_model_answers`, by a server. Only the tokenizer is loaded, which finds the rows."""
     encoder = Encoder(load_run_tokenizer(run), run.recipe.data, run.recipe.model)
     say("held-out loss: not measured; a server gives no loss: finetune eval without --endpoint measures it")
     if endpoint.base_model is None:
         say("base: not asked, so there are no differences; name it with --base-model")
-    kept = KeptAnswers(run.folder / EVAL_KEPT, endpoint)
     answers: dict[str, dict[str, Any]] = {question.key: {"base": None} for question in questions}
     for question in questions:
         scored_set = question.scored_set
@@ -242,7 +245,6 @@ def _server_answers(
             for note in server_notes(replies, [len(prompt.prompt_ids) for prompt in scored_set.prompts]):
                 say(f"{name}: {note}")
             answers[question.key][name] = replies
-    kept.forget()
     return answers
 
 

@@ -92,7 +92,7 @@ def _casts_by_itself(router: nn.Module) -> bool:
         setattr(small, name, getattr(router, name) | empty)
     try:
         type(router).forward(small, torch.empty(1, small.weight.shape[1], dtype=torch.bfloat16, device="meta"))
-    except Exception:  # whatever a model's own code raises; torch's is a RuntimeError about the formats
+    except Exception:  # a model's own code may raise anything; torch raises RuntimeError for unlike formats
         return False
     return True
 

@@ -145,8 +145,11 @@ def _held_out_rows(
         item = Scored(prompt.reference or "", pool.place(index))
         rows.append((prompt, item, len(ids) - len(prompt.prompt_ids), None))
     if reads_rows:
-        read = _rows_at({item.place for _, item, _, _ in rows}, recipe.data.sets)
-        values = {row.place: row.row.values for row in read if row.row.values is not None}
+        places, values = {item.place for _, item, _, _ in rows}, dict[str, Mapping[str, Any]]()
+        for row in _rows_at(places, recipe.data.sets):
+            values[row.place] = row.row.values or {}
+            if len(values) == len(places):  # the rest of a large data set is not read
+                break
         rows = [(prompt, replace(item, row=values.get(item.place, {})), new, None) for prompt, item, new, _ in rows]
     return rows, notes
 
@@ -307,7 +310,7 @@ def generated_answers(
     ranks, answers = batching.ranks, dict[int, Answer]()
     gathers = batching.sharded and ranks.world > 1
     batched = batching.shared or bool(draws)
-    rows = [] if batching.shared else [row for row, _ in draws]  # of which one's prompts alone share a batch
+    rows = [] if batching.shared else [row for row, _ in draws]  # only prompts of one row share a batch
     ends = round_ends(scored_set.max_new_tokens) if batched else [scored_set.max_new_tokens]
     with answering(model):
         for before, end in zip([0, *ends], ends, strict=False):

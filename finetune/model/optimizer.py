@@ -67,6 +67,7 @@ def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart | Non
             {"params": [p for p in trained if _dimensions(p) < 2], "weight_decay": 0.0},
         ]
     if recipe.lora and recipe.lora.loraplus_lr_ratio:
+        # LoRA+ (Hayou et al., LoRA+: Efficient Low Rank Adaptation of Large Models, 2024): B learns faster than A.
         b = {
             id(parameter) for name, parameter in model.named_parameters() if re.search(r"\.lora_(embedding_)?B\.", name)
         }
@@ -86,6 +87,8 @@ def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart | Non
     own_part: dict[str, Any] = {} if local_part is None else {"local_part": local_part}
     spec = OPTIMIZERS[training.optim]
     if spec.bitsandbytes_class is not None:
+        # Float32 moments where others have one byte: every vector, because a norm in Llama 3 8B has 4,096 elements, and
+        # embeddings, because their rows are as uneven as words (transformers does the same).
         embeddings: list[torch.Tensor] = [
             module.weight for module in model.modules() if isinstance(module, nn.Embedding)
         ]
@@ -100,7 +103,8 @@ def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart | Non
         import bitsandbytes
 
         library: Any = bitsandbytes.optim
-        # bitsandbytes has one manager of exceptions a process, by the identity of parameters, of long gone ones too.
+        # bitsandbytes keeps one list of exceptions for the whole process, by a parameter's identity. A new parameter
+        # may have the identity of one that is gone.
         manager = library.GlobalOptimManager.get_instance()
         for group in groups:
             for parameter in group["params"]:

@@ -30,10 +30,11 @@ from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
-from finetune.recipe.strategy_fit import stages_problem
+from finetune.recipe.strategy_fit import ranks_problem
 from finetune.strategies.accelerator import check_combination
 from finetune.strategies.packages import check_packages
 from finetune.tokens.batches import MicroBatch
+from finetune.wording import counted
 
 FIRST_TOKENS = 512  # a row's in the first step, if memory alone is planned
 STAGES_AT_ONCE = 4  # pipeline stages that are traced at once, with half a GiB of host memory each
@@ -155,9 +156,11 @@ def plan_recipe(
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name}: how many stages? add --gpus 2x24GB, or num_processes: 2 in its file"
         )
-    if strategy.schedule and stage is None:
-        if problem := stages_problem(recipe, strategy, ranks):
+    if (strategy.schedule or strategy.replicates) and stage is None:
+        machines = "" if gpus is None else f"{gpus.nodes} x {counted(gpus.count, 'GPU')}"
+        if problem := ranks_problem(recipe, strategy, ranks, gpus.count if gpus else ranks, machines):
             raise EnvironmentMismatch(problem)
+    if strategy.schedule and stage is None:
         plan = partial(plan_recipe, recipe, gpus, batches=batches, ranks=ranks, node=node, must_fit=must_fit)
         stages: list[Plan] = []
         count = strategy.stage_count(ranks)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.paths import from_here
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS, for_shards
 from finetune.recipe.sections.pipelines import can_interleave
 from finetune.wording import counted
@@ -165,20 +166,29 @@ def refuses_new_rows(recipe: Recipe, strategy: Strategy) -> str | None:
 def ranks_problem(recipe: Recipe, strategy: Strategy, ranks: int, per_node: int, machines: str = "") -> str | None:
     """The reason, with a remedy, why so many ranks cannot train the recipe; None if they can.
 
-    `launch` asks for the machines that it is given, and each rank for its own launch. `machines` says them in words.
+    Args:
+        machines: In words, for `launch` and `plan`, which are given them. Empty: each rank asks for its own launch.
     """
-    place, machines = f"accelerate_config: {strategy.name}", machines or counted(ranks, "process", "processes")
+    place, started = f"accelerate_config: {strategy.name}", f"{machines} are" if machines else "the launcher started"
     if not strategy.distributed and ranks > 1:
-        return f"{place} runs one process, {machines} are {ranks}; set accelerate_config=ddp, or start one process"
+        return f"{place} runs one process, {started} {ranks}; set accelerate_config=ddp, or start one process"
     if strategy.needs_ranks and ranks == 1:
-        return (
-            f"{place} runs on several processes, {machines} are one; set accelerate_config=single, or start more: "
-            "`finetune train` with budget.gpus=2, or `accelerate launch --num_processes 2`"
-        )
+        more = "take more GPUs"
+        if not machines:
+            processes = max(2, recipe.budget.gpus * recipe.budget.nodes)
+            from finetune.recipe.strategy import CONFIG_FOLDER
+
+            more = (
+                f"start it by `finetune train`, or by `accelerate launch --multi_gpu --num_processes {processes}`, on "
+                f"a CPU with `--config_file {from_here(CONFIG_FOLDER / 'cpu_2proc.yaml')}`"
+            )
+        return f"{place} runs on several processes, {started} one; {more}, or set accelerate_config=single"
     copies = strategy.replica_count(ranks, per_node)
+    machines = machines or counted(ranks, "process", "processes")
     if strategy.replicates and not strategy.can_replicate(ranks, per_node):
         return (
-            f"{place} shards within a node and repeats between nodes, {machines} make {copies} such copies; take "
+            f"{place} shards within a node and repeats between nodes, {machines} make "
+            f"{counted(copies, 'such copy', 'such copies')}; take "
             "several nodes of several GPUs, set parallelism_config_dp_replicate_size, or take accelerate_config=fsdp2"
         )
     shards = strategy.section("parallelism_config").get("parallelism_config_dp_shard_size")

@@ -70,7 +70,7 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
 def machine_checks(
     recipe: Recipe, strategy: Strategy, launch: Launch, *, on_cpu: bool
 ) -> dict[str, Callable[[], None]]:
-    """What a machine may lack for a recipe, however it is launched: the start makes these checks, and so does `doctor`.
+    """Checks of what a machine may lack for a recipe, however it is launched. The start and `doctor` make them.
 
     Each raises EnvironmentMismatch.
     """

@@ -27,7 +27,7 @@ from finetune.training.run_output import RunOutput
 class RowScorer:
     """Answers and scores a run's held-out rows while it trains."""
 
-    asked: ScoredSet
+    scored_set: ScoredSet
     tokenizer: PreTrainedTokenizerBase
     shared: bool  # the probe lets prompts share a left-padded batch
     sharded: bool  # each forward gathers weights
@@ -37,7 +37,7 @@ class RowScorer:
 
     def score(self, step: int) -> dict[str, Any]:
         """Answer with the weights after `step` steps, and write the line. Every rank calls it. Returns the line."""
-        scored_set, accelerator, model = self.asked, self.parts.accelerator, self.assembled.unwrapped_model
+        scored_set, accelerator, model = self.scored_set, self.parts.accelerator, self.assembled.unwrapped_model
         pipeline, terminal = self.assembled.pipeline, self.output.terminal
         batching = Batching(
             shared=holds_on_all(accelerator, self.shared),

@@ -309,7 +309,8 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
     values = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint, BASE: dict(choices.base)}
     if adapter is not None:
         values |= {"adapter fingerprint": adapter.sha256}
-    values |= {"experts": experts} if (experts := _experts_in(recipe)) else {}
+    if experts := _experts_in(recipe):
+        values["experts"] = experts
     identity = RunIdentity(values, keys_at_default(recipe), _written_before(_recorded_in(recipe), prepared))
     launch, mirror = choices.checked.launch, None
     folder = lock_run_folder(Path(recipe.run_dir))

@@ -10,12 +10,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from finetune.answers import endpoint as module
+from finetune.answers import evaluation
 from finetune.answers.endpoint import KEY, Endpoint, reply_of, server_notes
 from finetune.cli.main import main
 from finetune.data.chat import Chat, Passage
@@ -211,6 +214,20 @@ def test_answers_are_kept_and_a_second_start_asks_the_rest(
     assert len(server.asked) == asked - answered, "no question twice"
     assert (run / "eval_answers.jsonl").read_text("utf-8") == whole
     assert not kept.exists()
+
+
+def test_answers_are_kept_until_they_are_scored(run: Path, server: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scorer may be slow, and its user impatient: the same command then asks nothing again."""
+    words = evaluated(run, server, "--metric", "exact")
+    with monkeypatch.context() as patches:
+        patches.setattr(evaluation, "scores_on_all", Mock(side_effect=KeyboardInterrupt))
+        with suppress(KeyboardInterrupt, SystemExit):
+            main(words)
+    assert (run / "eval_endpoint.jsonl").exists()
+    server.asked.clear()
+    assert main(words) == 0
+    assert server.asked == []
+    assert not (run / "eval_endpoint.jsonl").exists()
 
 
 def test_kept_answers_are_of_one_server_and_one_request(tmp_path: Path) -> None:

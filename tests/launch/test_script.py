@@ -183,7 +183,7 @@ def test_the_recipes_budget_is_the_default() -> None:
 @pytest.mark.parametrize(
     ("strategy", "nodes", "gpus", "word"),
     [
-        ("hsdp", 1, 8, "1 x 8 GPUs make 1 such copies"),
+        ("hsdp", 1, 8, "1 x 8 GPUs make 1 such copy;"),
         ("hsdp", 2, 1, "2 x 1 GPU make 2 such copies"),
         ("single", 1, 2, "runs one process, 1 x 2 GPUs are 2"),
         ("single", 2, 0, "runs one process, 2 x 1 CPU process are 2"),

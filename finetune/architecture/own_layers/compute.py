@@ -85,7 +85,7 @@ def fast_modules(model: nn.Module) -> Iterator[FastModule]:
 
 
 def _by_peft(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
-    """What peft's own layers compute, to compare with `finetune_products`."""
+    """Compute with peft's own layers, to compare `finetune_products` with them."""
     return tuple(type(layer).forward(layer, hidden) for layer in sharing_layers(module))
 
 
