@@ -214,7 +214,7 @@ def export_weights(
     stops: list[int] = []
     if conversation is not None:
         tokenizer, stops = conversation.applied_to(tokenizer), [*conversation.stops.values()]
-        stop_on(model, stops)
+        stop_on(decoder_parts(model), stops)
     if dtype is None:
         base = published_name(recipe.model.name_or_path)
         rests_on = recorded_base(folder) or base_identity(recipe.model)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from finetune.architecture.own_layers.compute import compute_layers
 from finetune.errors import FinetuneError
@@ -54,6 +55,11 @@ class Assembled:
     gathered_in: torch.dtype | None = None  # dtype of gathered weights, where their masters have another
     engine: Any = None  # DeepSpeed's, which holds the masters
     pipeline: Pipeline | None = None  # of which this rank is a stage; `model` is the same
+
+    @property
+    def decoder(self) -> PreTrainedModel:
+        """The transformers model inside an adapter's wrapping, or the model itself."""
+        return decoder_parts(self.unwrapped_model)
 
     def of_this_stage(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """Select the saved tensors that this stage owns. Keys are `name` or `name:moment`."""
@@ -117,9 +123,9 @@ def assemble(
     return Assembled(model, unwrapped, optimizer)
 
 
-def check_vocabulary(model: nn.Module, largest: int) -> None:
+def check_vocabulary(decoder: PreTrainedModel, largest: int) -> None:
     """Refuse data whose largest token id has no row in the embeddings. Raises FinetuneError."""
-    embeddings: Any = decoder_parts(model).get_input_embeddings()
+    embeddings: Any = decoder.get_input_embeddings()
     embeddings = getattr(embeddings, "original_module", embeddings)  # peft's wrapper computes its own weight
     rows = full_shape(embeddings.weight)[0]
     if largest >= rows:

@@ -31,10 +31,9 @@ from finetune.launch.determinism import deterministic_algorithms
 from finetune.measure.metrics import Terminal
 from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import Phases, give_back_cached_memory
-from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.recipe.sections.preferences import Dpo, Kto, names_second_model
-from finetune.strategies.assemble import assemble, check_vocabulary
+from finetune.strategies.assemble import Assembled, assemble, check_vocabulary
 from finetune.strategies.pieces import all_ranks
 from finetune.tokens.batches import prefetch
 from finetune.tokens.cache import content_key
@@ -60,12 +59,12 @@ VALUES = ("answers", "mismatched", "held_out")
 
 
 def find_reference(
-    run: Run, agreed: Agreed, unwrapped: nn.Module, first_step: int, compiled: CompiledLayers
+    run: Run, agreed: Agreed, assembled: Assembled, first_step: int, compiled: CompiledLayers
 ) -> tuple[ReferenceValues, dict[str, Any]] | None:
     """The objective's reference, on every rank, and the receipt's facts; None if it needs none.
 
     Args:
-        unwrapped: The model without the strategy's wrapper, as it is before the first step.
+        assembled: The model as it is before the first step.
 
     Raises FinetuneError for a resumed run whose folder has no reference: the start is not known any more.
     """
@@ -90,7 +89,7 @@ def find_reference(
         return reference, {"kind": section.reference, "key": key, "from": "the run folder"}
     computing: Callable[[], AbstractContextManager[Any]] = nullcontext
     if section.reference == "adapter_off":
-        computing = cast("Any", unwrapped).disable_adapter
+        computing = cast("Any", assembled.unwrapped_model).disable_adapter
     reference = _read_by_all(run.parts.accelerator, kept_file, key, shapes)
     source = "the cache"
     if names_second_model(section):  # keep_second_model has kept it
@@ -101,7 +100,7 @@ def find_reference(
             reference = None
         if reference is None:
             source = "computed"
-            reference = _computed(forwards, unwrapped, compiled, objective, shapes)
+            reference = _computed(forwards, assembled, compiled, objective, shapes)
     if agreed.writes and agreed.launch.is_main:
         content = _as_json(key, reference)
         write_sealed(own_file, content)
@@ -140,7 +139,7 @@ def keep_second_model(agreed: Agreed, accelerator: Accelerator, terminal: Termin
     terminal.log(f"reference: computing the log-probabilities of {section.reference}")
     with as_reference(recipe):
         assembled = assemble(other, agreed.strategy, accelerator, launch=agreed.launch)
-        check_vocabulary(assembled.unwrapped_model, rows.facts["largest_token_id"])
+        check_vocabulary(assembled.decoder, rows.facts["largest_token_id"])
     forwards = Forwards(
         accelerator,
         assembled.model,
@@ -151,8 +150,7 @@ def keep_second_model(agreed: Agreed, accelerator: Accelerator, terminal: Termin
         terminal,
         phases,
     )
-    unwrapped, device = assembled.unwrapped_model, accelerator.device
-    decoder = decoder_parts(unwrapped)
+    decoder, device = assembled.decoder, accelerator.device
     compiled = compile_as_asked(other, agreed.strategy, decoder, device, terminal.log)
     dtype = COMPUTE[recipe.training.mixed_precision] or decoder.dtype
     kernel = choose_flash_kernel(other, device, dtype, widest_head(decoder.config))
@@ -160,10 +158,10 @@ def keep_second_model(agreed: Agreed, accelerator: Accelerator, terminal: Termin
         # It takes no training step, so its layers are compiled without gradients alone.
         uncompiled = CompiledLayers(required=False, log=terminal.log, stopped="a reference trains nothing")
         assembled.model.train()  # not chained: DeepSpeed's train() returns None
-        compare_fast_paths(forwards, unwrapped, uncompiled, kernel)
+        compare_fast_paths(forwards, assembled, uncompiled, kernel)
         with kernel.active():
-            reference = _computed(forwards, unwrapped, compiled, objective, shapes)
-    del assembled, forwards, unwrapped, decoder, compiled
+            reference = _computed(forwards, assembled, compiled, objective, shapes)
+    del assembled, forwards, decoder, compiled
     accelerator.free_memory()
     give_back_freed_memory()
     give_back_cached_memory(accelerator.device)
@@ -220,7 +218,7 @@ def _shapes(
 
 def _computed(
     forwards: Forwards,
-    unwrapped: nn.Module,
+    assembled: Assembled,
     compiled: CompiledLayers,
     objective: Pairs | JudgedAnswers,
     shapes: dict[str, tuple[int, ...]],
@@ -230,7 +228,7 @@ def _computed(
     They stay on the device until the last one is computed, so that the device never waits for the host.
     """
     values = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    forwards = replace(forwards, plan=_with_more_rows(forwards, unwrapped))
+    forwards = replace(forwards, plan=_with_more_rows(forwards, assembled.unwrapped_model))
     rows = _all_units(forwards)
     groups = forwards.plan.groups(rows, np.arange(len(rows)))
     units = rows.units(np.arange(len(rows)))

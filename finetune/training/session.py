@@ -30,11 +30,11 @@ from finetune.generation.generate import may_share_a_batch, penalties_of, stop_o
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
 from finetune.launch.launcher import repeat_after_launcher
+from finetune.launch.plan_request import PlanRequest
 from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import grace_period, stop_on_signals
 from finetune.measure.phases import Phase, Phases, give_back_cached_memory, peak_of
 from finetune.measure.units import GIB
-from finetune.model.build import decoder_parts
 from finetune.model.optimizer import call_after_first_step, unwrap_optimizer
 from finetune.ranks.heartbeat import clear_heartbeats
 from finetune.recipe.optimizers import checkpoint_bytes
@@ -61,7 +61,7 @@ from finetune.training.agreement import Agreed, own_choices, refuse_apart, settl
 from finetune.training.cast_weights import cast_weights
 from finetune.training.held_state import hold_state, planned_save, remove_temporary
 from finetune.training.loop import take_steps
-from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
+from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained
 from finetune.training.objectives import objective_of
 from finetune.training.run import Checkpoints, Forwards, Run, StepParts, steps_of
 from finetune.training.run_output import Receipt, RunOutput
@@ -80,6 +80,7 @@ class Session:
     output: RunOutput
     progress: Progress
     phases: Phases
+    request: PlanRequest  # the worst step, as the planner needs it
     saves: Saves
 
 
@@ -94,6 +95,7 @@ class Built:
     receipt: Receipt
     kernel: FlashKernel  # that computes the steps' packed attention
     compiled: CompiledLayers
+    request: PlanRequest  # the worst step, as the planner needs it
     loading: Mapping[str, Phase]  # measured while the model was loaded
 
 
@@ -140,10 +142,10 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
                     "their checkpoint pieces come here over the network"
                 )
             with (
-                out_of_memory_explained(agreed, progress, phases),
+                out_of_memory_explained(agreed, progress, phases) as request,
                 saves_in_background(recipe, output.terminal.log, meeting.apart) as saves,
             ):
-                yield Session(agreed, accelerator, output, progress, phases, saves)
+                yield Session(agreed, accelerator, output, progress, phases, request, saves)
                 accelerator.wait_for_everyone()
 
 
@@ -245,29 +247,29 @@ def build(opened: Session) -> Built:
     phases.enabled = recipe.measure_phases
 
     opened.progress.phase = "worst step first"
-    decoder = decoder_parts(assembled.unwrapped_model)
-    compiled = compile_as_asked(recipe, agreed.strategy, decoder, accelerator.device, log)
-    computes = receipt.content["dtypes"]["compute"].partition(",")[0]
-    kernel = choose_flash_kernel(recipe, accelerator.device, getattr(torch, computes), widest_head(decoder.config))
+    decoder, device, optimizer = assembled.decoder, accelerator.device, unwrap_optimizer(assembled.optimizer)
+    deterministic = recipe.training.deterministic
+    compiled = compile_as_asked(recipe, agreed.strategy, decoder, device, log)
+    computes: torch.dtype = getattr(torch, receipt.content["dtypes"]["compute"].partition(",")[0])
+    kernel = choose_flash_kernel(recipe, device, computes, widest_head(decoder.config))
     receipt.add("flash_kernel", kernel.facts())
     log(str(kernel))
-    if accelerator.device.type == "cuda" and recipe.training.compile is not False and computes != "float32":
+    if device.type == "cuda" and recipe.training.compile is not False and computes != torch.float32:
         from finetune.architecture.compiled.loss_kernel import use_loss_kernel
 
         words = decoder.config.get_text_config().vocab_size
-        with deterministic_algorithms(recipe.training.deterministic, accelerator.device):
-            facts = use_loss_kernel(recipe, words, accelerator.device, getattr(torch, computes))
-        receipt.add("loss_kernel", facts)
-    if hasattr(unwrap_optimizer(assembled.optimizer), "update_range"):  # an optimizer of the kit's own
+        with deterministic_algorithms(deterministic, device):
+            receipt.add("loss_kernel", use_loss_kernel(recipe, words, device, computes))
+    if hasattr(optimizer, "update_range"):  # an optimizer of the kit's own
         from finetune.model.optimizers.fused_update import choose_update
 
-        with deterministic_algorithms(recipe.training.deterministic, accelerator.device):
-            update = choose_update(recipe, unwrap_optimizer(assembled.optimizer), accelerator.device)
+        with deterministic_algorithms(deterministic, device):
+            update = choose_update(recipe, optimizer, device)
         if update is not None:
-            update.agree(partial(accelerator.reduce, reduction="sum"), accelerator.device)
+            update.agree(partial(accelerator.reduce, reduction="sum"), device)
             receipt.add("optimizer_update", update.facts())
             log(str(update))
-    return Built(agreed, assembled, run, state, receipt, kernel, compiled, loading)
+    return Built(agreed, assembled, run, state, receipt, kernel, compiled, opened.request, loading)
 
 
 def _load(opened: Session) -> tuple[Assembled, TrainState]:
@@ -275,12 +277,12 @@ def _load(opened: Session) -> tuple[Assembled, TrainState]:
     agreed, accelerator, first_step = opened.agreed, opened.accelerator, opened.progress.step
     recipe, log = agreed.recipe, opened.output.terminal.log
     assembled = assemble(recipe, agreed.strategy, accelerator, launch=agreed.launch)
-    check_vocabulary(assembled.unwrapped_model, agreed.prepared.facts["largest_token_id"])
+    check_vocabulary(assembled.decoder, agreed.prepared.facts["largest_token_id"])
     stops = agreed.prepared.conversation.stops
-    if penalties := penalties_of(assembled.unwrapped_model):
+    if penalties := penalties_of(assembled.decoder):
         words = ", ".join(f"{name}: {value}" for name, value in penalties.items())
         log(f"the base's {words} would change greedy answers: samples, scores and exports leave that out")
-    if lacking := stop_on(assembled.unwrapped_model, stops.values()):
+    if lacking := stop_on(assembled.decoder, stops.values()):
         names = ", ".join(token for token, number in stops.items() if number in lacking)
         log(f"answers end with {names}: the base's own settings do not stop there; samples, scores and exports do")
     if agreed.adapter is not None and first_step == 0:
@@ -373,7 +375,7 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     device, deterministic = accelerator.device, agreed.recipe.training.deterministic
 
     with deterministic_algorithms(deterministic, device), measured_phases(run.parts.phases) as measured:
-        guard = compare_fast_paths(Forwards.of(run), built.assembled.unwrapped_model, compiled, built.kernel)
+        guard = compare_fast_paths(Forwards.of(run), built.assembled, compiled, built.kernel)
     receipt.add("guard", guard.facts())
     if ranks.apart:
         refuse_without_room(agreed, receipt.content["parameters"]["trained"])
@@ -402,7 +404,7 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     compiled.agree(partial(accelerator.reduce, reduction="sum"), device)
     log(str(compiled))
     receipt.add("compiled", compiled.facts())
-    receipt.add("memory", memory_facts(plan_request(agreed), {**built.loading, **measured}, device))
+    receipt.add("memory", memory_facts(built.request, {**built.loading, **measured}, device))
     return measured
 
 
@@ -414,7 +416,7 @@ def _with_reference(built: Built) -> Run:
     deterministic = deterministic_algorithms(agreed.recipe.training.deterministic, run.parts.accelerator.device)
     began = time.monotonic()
     with built.kernel.active(), deterministic:
-        found = find_reference(run, agreed, built.assembled.unwrapped_model, built.state.step, built.compiled)
+        found = find_reference(run, agreed, built.assembled, built.state.step, built.compiled)
     if found is None:
         return run
     reference, facts = found
@@ -438,7 +440,7 @@ def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
     folder = export(agreed.recipe, assembled, agreed.tokenizer, write=agreed.writes)
     if not agreed.writes:
         return
-    memory = memory_facts(plan_request(agreed), measured, run.parts.accelerator.device)
+    memory = memory_facts(built.request, measured, run.parts.accelerator.device)
     receipt.add("memory", memory)
     log(describe_memory(memory))
     receipt.add("export", exported.as_json())
@@ -447,7 +449,7 @@ def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
     if agreed.recipe.lora is None:
         from finetune.run_folder.base_parts import untrained_in_words
 
-        for line in untrained_in_words(agreed.recipe.model, decoder_parts(assembled.unwrapped_model)):
+        for line in untrained_in_words(agreed.recipe.model, assembled.decoder):
             log(line)
     if agreed.recipe.preferences is not None:
         facts = read_run(agreed.run_dir, agreed.recipe)

@@ -20,7 +20,6 @@ from functools import partial
 import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather_object
-from torch import nn
 
 from finetune.architecture.compiled.layers import CompiledLayers
 from finetune.architecture.flash_kernels import FlashKernel
@@ -29,9 +28,9 @@ from finetune.architecture.own_layers.compute import ADAPTERS, GATES, NORMS, lea
 from finetune.errors import NotFinite
 from finetune.measure.phases import Phase, Phases, peak_bytes, peak_of
 from finetune.measure.units import GIB
-from finetune.model.build import decoder_parts
 from finetune.model.optimizer import allocate_optimizer_state
 from finetune.strategies.accelerator import load_scaler_state, scaler_state
+from finetune.strategies.assemble import Assembled
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
@@ -219,7 +218,7 @@ INSTEAD = {
 }
 
 
-def compare_fast_paths(run: Forwards, unwrapped: nn.Module, compiled: CompiledLayers, kernel: FlashKernel) -> Guard:
+def compare_fast_paths(run: Forwards, assembled: Assembled, compiled: CompiledLayers, kernel: FlashKernel) -> Guard:
     """Compare until every remaining path is right. Every rank calls this, and all ranks end with the same paths.
 
     Raises EnvironmentMismatch if the recipe asks for compiled layers and they differ.
@@ -227,7 +226,7 @@ def compare_fast_paths(run: Forwards, unwrapped: nn.Module, compiled: CompiledLa
     left_off: dict[str, str] = {}
     while True:
         guard = Guard()
-        with kernel.active(), guard.watching(unwrapped):
+        with kernel.active(), guard.watching(assembled.unwrapped_model):
             _forward(run, COMPARED_TOKENS // run.plan.per_device_batch_size)
         found = _agreed(run, guard)
         if not found:
@@ -237,12 +236,12 @@ def compare_fast_paths(run: Forwards, unwrapped: nn.Module, compiled: CompiledLa
             if path == ATTENTION:
                 kernel.leave_off(reason)
             else:
-                leave_to_library(unwrapped, path)
+                leave_to_library(assembled.unwrapped_model, path)
         left_off |= found
     guard.left_off = left_off
     if compiled.applied:
         # On whole rows: a compiler chooses its kernels' blocks by the first sizes that it sees.
-        trained_embeddings = decoder_parts(unwrapped).get_input_embeddings().parameters()
+        trained_embeddings = assembled.decoder.get_input_embeddings().parameters()
         with kernel.active(), compiled.comparing(any(each.requires_grad for each in trained_embeddings)):
             _forward(run, int(run.train.lengths.max()))
         compiled.agree(partial(run.accelerator.reduce, reduction="sum"), run.accelerator.device)
