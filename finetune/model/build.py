@@ -160,7 +160,7 @@ def load_base(
         fetch_weights(section)  # their ties are read before the model is built
     if (files := folder_of(folder, section.revision)) is not None:
         look_at_model(files, whole=Path(folder).is_dir())
-    with library_errors(partial(_weights_not_loaded, recipe, name)):
+    with library_errors(partial(_not_built, recipe, "weights", name)):
         config = configuration(recipe, path)
         if recipe.quantization:
             options["quantization_config"] = bitsandbytes_config(recipe.quantization, config, quantise_on)
@@ -197,7 +197,7 @@ def load_base(
 
 def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The base model on meta, built from its configuration, with the quantised layers that the recipe asks for."""
-    with library_errors(partial(_structure_not_built, recipe)):
+    with library_errors(partial(_not_built, recipe, "configuration", recipe.model.name_or_path)):
         config = configuration(recipe)
         trained = trained_config(config)
         settings = bitsandbytes_config(recipe.quantization, trained) if recipe.quantization else None
@@ -310,16 +310,10 @@ def check_quantized(model: PreTrainedModel, ready: Callable[[Any], Any] = lambda
             ) from error
 
 
-def _structure_not_built(recipe: Recipe, error: Exception, what: str = "configuration") -> FinetuneError:
+def _not_built(recipe: Recipe, what: str, name: str, error: Exception) -> FinetuneError:
     """The error line for a model that cannot be built. Falcon and GPT-J raise KeyError for unknown attentions."""
-    name, attention_asked = recipe.model.name_or_path, attention_name(recipe)
-    if isinstance(error, KeyError) and error.args == (attention_asked,):
+    if isinstance(error, KeyError) and error.args == (attention_name(recipe),):
         return FinetuneError(
             f"model.attention: {name} has no {error}; set model.attention: eager and data.packing: false"
         )
     return not_loaded(what, name, error)
-
-
-def _weights_not_loaded(recipe: Recipe, name: str, error: Exception) -> FinetuneError:
-    named = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": name})})
-    return _structure_not_built(named, error, "weights")

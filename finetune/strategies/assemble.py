@@ -104,11 +104,26 @@ def assemble(
     if launch is not None and launch.world_size > 1:
         agree_on_structure(recipe)
     if strategy.shards_modules:
-        from finetune.strategies.fsdp import make_mesh
+        from finetune.strategies.fsdp import make_mesh, shard_model
+        from finetune.strategies.late_quantising import taken
 
         mesh = mesh or make_mesh(strategy, accelerator.device, collective_timeout(recipe))
         unwrapped = _build_on_rank_0(recipe, build, launch, accelerator.device)
-        return _sharded(recipe, strategy, accelerator, unwrapped, mesh)
+        # The loop calls the decoder inside peft's model, because peft's own call would skip the hooks that gather
+        # weights.
+        decoder = decoder_parts(unwrapped)
+        late = taken(decoder)
+        plain_quantized_weights(unwrapped)
+        compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
+        compute = COMPUTE[recipe.training.mixed_precision]
+        shard_model(decoder, strategy, mesh, accelerator.device, compute, late)
+        optimizer = make_optimizer(unwrapped, recipe, local_part)
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        model, prepared = prepare_silenced(accelerator, decoder, optimizer)
+        # Accelerate finds an optimizer's parameters again by address, which is 0 for every shard without a row.
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+        return Assembled(model, unwrapped, prepared, gathered_in=compute)
     if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)
     if strategy.schedule is not None:
@@ -175,32 +190,6 @@ def _structure_seen(recipe: Recipe) -> tuple[StoredStructure | None, str]:
     return found, ""
 
 
-def _sharded(
-    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, unwrapped: nn.Module, mesh: DeviceMesh
-) -> Assembled:
-    """Shard the weights over the ranks. Only rank 0 has them.
-
-    The loop calls the decoder inside peft's model, because peft's own call would skip the hooks that gather weights.
-    """
-    from finetune.strategies.fsdp import shard_model
-    from finetune.strategies.late_quantising import taken
-
-    decoder = decoder_parts(unwrapped)
-    late = taken(decoder)
-    plain_quantized_weights(unwrapped)
-    compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
-    decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
-    compute = COMPUTE[recipe.training.mixed_precision]
-    shard_model(decoder, strategy, mesh, accelerator.device, compute, late)
-    optimizer = make_optimizer(unwrapped, recipe, local_part)
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    model, prepared = prepare_silenced(accelerator, decoder, optimizer)
-    # Accelerate finds an optimizer's parameters again by address, which is 0 for every shard without a row.
-    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = parameters
-    return Assembled(model, unwrapped, prepared, gathered_in=compute)
-
-
 def _under_zero(
     recipe: Recipe,
     strategy: Strategy,
@@ -226,8 +215,6 @@ def _under_zero(
         with loading_unsharded(plugin):
             unwrapped = _build_on_rank_0(recipe, build, launch, accelerator.device, dtype=dtype)
         if waits_for_sharding(unwrapped):
-            decoder = decoder_parts(unwrapped)
-            decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
             partition(filled_one_by_one(unwrapped, accelerator.device, dtype), config)
     else:
         unwrapped = build(recipe, accelerator.device, dtype=dtype)
@@ -248,7 +235,10 @@ def _under_zero(
 def _build_on_rank_0(
     recipe: Recipe, build: Callable[..., nn.Module], launch: Launch | None, quantise_on: torch.device, **options: Any
 ) -> nn.Module:
-    """The model, with its weights on rank 0 and without elsewhere; when rank 0 fails, so do all."""
+    """The model, with its weights on rank 0 and without elsewhere, and rank 0's generation settings on all.
+
+    When rank 0 fails, so do all.
+    """
     model, failure = None, None
     if recipe.quantization is not None:
         from finetune.strategies.late_quantising import load_unquantised
@@ -266,6 +256,8 @@ def _build_on_rank_0(
     if failure is not None:
         raise failure
     assert model is not None
+    decoder = decoder_parts(model)
+    decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
     return model
 
 

@@ -208,12 +208,11 @@ def _fill(
 def _scattered(parameter: DTensor, full: Tensor | None, device: torch.device) -> Tensor:
     """This rank's rows of a tensor that rank 0 has: [rows, ...], split along dimension 0 as torch.chunk does."""
     world = dist.get_world_size()
-    shards = shard_count(parameter)
+    shards, (first, last) = shard_count(parameter), row_range(parameter)
     rows = -(-parameter.shape[0] // shards)  # of every shard but the last ones
     padded = torch.empty((rows, *parameter.shape[1:]), dtype=parameter.dtype, device=device)
     parts = None if full is None else shard_parts(full.to(device), rows, shards) * (world // shards)
     dist.scatter(padded, parts, src=0)
-    first, last = row_range(parameter)
     return padded[: last - first]
 
 

@@ -50,6 +50,12 @@ class Unquantised:
         """bitsandbytes' parameter on `device`, packed, with its QuantState; quantised there, as transformers does."""
         return self._parameter(self.values, bnb_quantized=False).to(device)
 
+    def plain(self, path: str, device: torch.device) -> dict[str, Tensor]:
+        """The packed weight and its QuantState's tensors on `device`, by their names in the layer at this path."""
+        weight = self.quantised(device)
+        state = {f"{path}.{buffer}": tensor for buffer, tensor in state_tensors(weight.quant_state)}
+        return {f"{path}.weight": weight.detach().as_subclass(Tensor), **state}
+
     def on_meta(self) -> Any:
         """The parameter that ranks have that read nothing."""
         return self._parameter(self.values.to("meta"), bnb_quantized=False)
@@ -120,14 +126,8 @@ def taken(model: nn.Module) -> dict[str, Late]:
         waiting = layer.__dict__.pop("unquantised", None)
         if waiting is not None:
             layer.weight = waiting.on_meta()
-            result[f"{path}.weight"] = partial(_plain, path, waiting)
+            result[f"{path}.weight"] = partial(waiting.plain, path)
     return result
-
-
-def _plain(path: str, waiting: Unquantised, device: torch.device) -> dict[str, Tensor]:
-    weight = waiting.quantised(device)
-    state = {f"{path}.{buffer}": tensor for buffer, tensor in state_tensors(weight.quant_state)}
-    return {f"{path}.weight": weight.detach().as_subclass(Tensor), **state}
 
 
 def filled_one_by_one(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[nn.Parameter]:

@@ -60,8 +60,8 @@ VALUES = ("answers", "mismatched", "held_out")
 
 def find_reference(
     run: Run, agreed: Agreed, assembled: Assembled, first_step: int, compiled: CompiledLayers
-) -> tuple[ReferenceValues, dict[str, Any]] | None:
-    """The objective's reference, on every rank, and the receipt's facts; None if it needs none.
+) -> dict[str, Any]:
+    """Give the objective its reference, on every rank. Returns the receipt's facts.
 
     Args:
         assembled: The model as it is before the first step.
@@ -69,8 +69,7 @@ def find_reference(
     Raises FinetuneError for a resumed run whose folder has no reference: the start is not known any more.
     """
     section, objective = agreed.recipe.preferences, run.parts.objective
-    if section is None or not section.needs_reference:
-        return None
+    assert section is not None
     assert isinstance(objective, Pairs | JudgedAnswers)
     key = reference_key(agreed, section)
     log = run.output.terminal.log
@@ -86,7 +85,8 @@ def find_reference(
                 "or (KTO) an earlier release's; restore the file, or start again with training.resume=never"
             )
         log(_line(section, shapes, key, "from the run folder"))
-        return reference, {"kind": section.reference, "key": key, "from": "the run folder"}
+        objective.reference = reference
+        return {"kind": section.reference, "key": key, "from": "the run folder"}
     computing: Callable[[], AbstractContextManager[Any]] = nullcontext
     if section.reference == "adapter_off":
         computing = cast("Any", assembled.unwrapped_model).disable_adapter
@@ -108,7 +108,8 @@ def find_reference(
             kept_file.parent.mkdir(parents=True, exist_ok=True)
             write_sealed(kept_file, content)
     log(_line(section, shapes, key, source if source == "computed" else f"from {source}"))
-    return reference, {"kind": section.reference, "key": key, "from": source}
+    objective.reference = reference
+    return {"kind": section.reference, "key": key, "from": source}
 
 
 def _line(section: Dpo | Kto, shapes: Mapping[str, tuple[int, ...]], key: str, source: str) -> str:
@@ -326,15 +327,20 @@ def _summed(accelerator: Accelerator, values: np.ndarray) -> np.ndarray:
 def _read_by_all(
     accelerator: Accelerator, file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]
 ) -> ReferenceValues | None:
-    """Rank 0's kept reference on every rank; None if it has none."""
-    found = _read(file, key, shapes) if accelerator.is_main_process else None
-    if not _summed(accelerator, np.asarray([found is not None], np.float32))[0]:
+    """Rank 0's kept reference on every rank; None if it has none, or not what was written for this key (None: any)."""
+    content = read_sealed(file) if accelerator.is_main_process else None
+    values: dict[str, np.ndarray] = {}
+    if isinstance(content, dict) and key in (None, content.get("key")):
+        # An earlier release put other answers beside the prompts.
+        known = "mismatched" not in shapes or content.get("format") == REFERENCE_FORMAT
+        for name, shape in shapes.items() if known else ():
+            array = np.frombuffer(base64.b64decode(str(content.get(name, ""))), "<f4")
+            if array.size == int(np.prod(shape)):
+                values[name] = array.reshape(shape).copy()
+    if not _summed(accelerator, np.asarray([values.keys() == shapes.keys()], np.float32))[0]:
         return None
-    values = {}
-    for name, shape in shapes.items():
-        own = np.zeros(shape, np.float32) if found is None else getattr(found, name)
-        values[name] = _summed(accelerator, own)
-    return ReferenceValues(**values)
+    own = {name: values.get(name, np.zeros(shape, np.float32)) for name, shape in shapes.items()}
+    return ReferenceValues(**{name: _summed(accelerator, array) for name, array in own.items()})
 
 
 def _as_json(key: str, reference: ReferenceValues) -> dict[str, Any]:
@@ -343,19 +349,3 @@ def _as_json(key: str, reference: ReferenceValues) -> dict[str, Any]:
         if (array := getattr(reference, name)) is not None:
             content[name] = base64.b64encode(np.ascontiguousarray(array, "<f4").tobytes()).decode()
     return content
-
-
-def _read(file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]) -> ReferenceValues | None:
-    """A kept reference; None if there is none, or if it is not what was written for this key (None: for any)."""
-    content = read_sealed(file)
-    if not isinstance(content, dict) or key not in (None, content.get("key")):
-        return None
-    if "mismatched" in shapes and content.get("format") != REFERENCE_FORMAT:
-        return None  # an earlier release put other answers beside the prompts
-    values = {}
-    for name, shape in shapes.items():
-        array = np.frombuffer(base64.b64decode(str(content.get(name, ""))), "<f4")
-        if array.size != int(np.prod(shape)):
-            return None
-        values[name] = array.reshape(shape).copy()
-    return ReferenceValues(**values)

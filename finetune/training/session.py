@@ -2,7 +2,7 @@
 
     session       meets the other ranks and agrees with them, turns stop signals into a flag, runs watchdog and saves
       build       model, optimizer, receipt, schedule and output, as of the first step           -> Built
-      train       worst step, reference, answers before, the loop, export and answers after      -> Ended
+      train       worst step, reference, answers before, the loop, export and answers after      -> exit code
 
 `refuse`, `choose` and `prepare` come before (training/start.py). finetune/train.py calls all five.
 """
@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from finetune.architecture.compiled.layers import CompiledLayers, compile_as_ask
 from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel, widest_head
 from finetune.base.identity import COVERS, base_identity
 from finetune.errors import EnvironmentMismatch, Stopped
-from finetune.generation.generate import may_share_a_batch, penalties_of, stop_on
+from finetune.generation.generate import penalties_of, stop_on
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
 from finetune.launch.launcher import repeat_after_launcher
@@ -59,7 +59,7 @@ from finetune.strategies.pieces import all_ranks
 from finetune.strategies.receipt import computed_layers, describe, write_receipt
 from finetune.training.agreement import Agreed, own_choices, refuse_apart, settle_choices
 from finetune.training.cast_weights import cast_weights
-from finetune.training.held_state import hold_state, planned_save, remove_temporary
+from finetune.training.held_state import planned_save, remove_temporary
 from finetune.training.loop import take_steps
 from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained
 from finetune.training.objectives import objective_of
@@ -68,7 +68,7 @@ from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples
 from finetune.training.start import Start
 from finetune.training.watchdog import Progress, watchdog
-from finetune.training.worst_step import compare_fast_paths, measured_phases, worst_step_first
+from finetune.training.worst_step import compare_fast_paths, worst_step_first
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,6 @@ class Built:
     compiled: CompiledLayers
     request: PlanRequest  # the worst step, as the planner needs it
     loading: Mapping[str, Phase]  # measured while the model was loaded
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a training ended, if no error ended it."""
-
-    step: int  # the last one
-    reached_end: bool  # else a signal stopped it
-
-    @property
-    def exit_code(self) -> int:
-        return 0 if self.reached_end else Stopped.exit_code
 
 
 @contextmanager
@@ -222,8 +210,7 @@ def build(opened: Session) -> Built:
     if agreed.scored is not None:
         from finetune.training.row_scorer import RowScorer
 
-        shared, sharded = may_share_a_batch(agreed.probed), agreed.strategy.shards_parameters
-        scorer = RowScorer(agreed.scored, agreed.tokenizer, shared, sharded, parts, assembled, output)
+        scorer = RowScorer(agreed, parts, assembled, output)
     run = Run(
         recipe=recipe,
         plan=agreed.plan,
@@ -247,28 +234,27 @@ def build(opened: Session) -> Built:
     phases.enabled = recipe.measure_phases
 
     opened.progress.phase = "worst step first"
+    call_after_first_step(assembled.optimizer, receipt.add_optimizer_state)
     decoder, device, optimizer = assembled.decoder, accelerator.device, unwrap_optimizer(assembled.optimizer)
-    deterministic = recipe.training.deterministic
     compiled = compile_as_asked(recipe, agreed.strategy, decoder, device, log)
     computes: torch.dtype = getattr(torch, receipt.content["dtypes"]["compute"].partition(",")[0])
     kernel = choose_flash_kernel(recipe, device, computes, widest_head(decoder.config))
     receipt.add("flash_kernel", kernel.facts())
     log(str(kernel))
-    if device.type == "cuda" and recipe.training.compile is not False and computes != torch.float32:
-        from finetune.architecture.compiled.loss_kernel import use_loss_kernel
+    with deterministic_algorithms(recipe.training.deterministic, device):
+        if device.type == "cuda" and recipe.training.compile is not False and computes != torch.float32:
+            from finetune.architecture.compiled.loss_kernel import use_loss_kernel
 
-        words = decoder.config.get_text_config().vocab_size
-        with deterministic_algorithms(deterministic, device):
+            words = decoder.config.get_text_config().vocab_size
             receipt.add("loss_kernel", use_loss_kernel(recipe, words, device, computes))
-    if hasattr(optimizer, "update_range"):  # an optimizer of the kit's own
-        from finetune.model.optimizers.fused_update import choose_update
+        if hasattr(optimizer, "update_range"):  # an optimizer of the kit's own
+            from finetune.model.optimizers.fused_update import choose_update
 
-        with deterministic_algorithms(deterministic, device):
             update = choose_update(recipe, optimizer, device)
-        if update is not None:
-            update.agree(partial(accelerator.reduce, reduction="sum"), device)
-            receipt.add("optimizer_update", update.facts())
-            log(str(update))
+            if update is not None:
+                update.agree(partial(accelerator.reduce, reduction="sum"), device)
+                receipt.add("optimizer_update", update.facts())
+                log(str(update))
     return Built(agreed, assembled, run, state, receipt, kernel, compiled, opened.request, loading)
 
 
@@ -329,30 +315,31 @@ def _begin_receipt(agreed: Agreed, accelerator: Accelerator, assembled: Assemble
     if agreed.adapter is not None:
         lines.append(agreed.adapter.note(agreed.recipe))
     output.terminal.log("\n".join([*lines, *agreed.prepared.notes]))
-    call_after_first_step(assembled.optimizer, receipt.add_optimizer_state)
     return receipt
 
 
-def train(built: Built) -> Ended:
-    """Train a built run, and export it if no signal stops it. Every rank calls it."""
+def train(built: Built) -> int:
+    """Train a built run, and export it if no signal stops it. Every rank calls it. Returns the exit code."""
     agreed, run, state, progress = built.agreed, built.run, built.state, built.run.progress
+    assembled, receipt, recipe = built.assembled, built.receipt, agreed.recipe
     log, device = run.output.terminal.log, run.parts.accelerator.device
     measured = dict(built.loading) | try_worst_step(built)
-    progress.phase = "reference"
-    if agreed.recipe.preferences is not None:
-        run = _with_reference(built)
+    if recipe.preferences is not None and recipe.preferences.needs_reference:
+        from finetune.training.reference import find_reference
+
+        progress.phase, began = "reference", time.monotonic()
+        with built.kernel.active(), deterministic_algorithms(recipe.training.deterministic, device):
+            facts = find_reference(run, agreed, assembled, state.step, built.compiled)
+        receipt.add("reference", facts | {"seconds": round(time.monotonic() - began, 1)})
     if state.step == 0:
         progress.phase = "looking before"
-        look_before(agreed, run, built.assembled, built.kernel)
+        look_before(agreed, run, assembled, built.kernel)
     progress.phase = "training"
-    deterministic = deterministic_algorithms(agreed.recipe.training.deterministic, device)
+    deterministic = deterministic_algorithms(recipe.training.deterministic, device)
     with built.kernel.active(), deterministic, agreed.stop.finishes_step():
         reached_end = take_steps(run, state)
-    built.receipt.add("compiled", built.compiled.facts())
-    if reached_end:
-        progress.phase = "export"
-        _finish(built, run, measured)
-    else:
+    receipt.add("compiled", built.compiled.facts())
+    if not reached_end:
         reason, command = agreed.stop.reason, ""
         if agreed.writes:
             command = mark_run(agreed.run_dir, "stopped", step=state.step, reason=reason)
@@ -360,7 +347,39 @@ def train(built: Built) -> Ended:
         log(line)
         if agreed.launch.is_main:
             repeat_after_launcher(line)
-    return Ended(state.step, reached_end)
+        return Stopped.exit_code
+
+    progress.phase = "export"
+    assert run.checkpoints is not None
+    saves = run.checkpoints.saves
+    if saves.ranks.apart:
+        saves.wait()  # it sends files to rank 0, and a best checkpoint's go the other way
+    exported = weights_to_export(recipe, assembled, state, saves.ranks)
+    unchanged = refuse_unchanged(trained_checksums(assembled), state.start_checksums)
+    receipt.add("change", {"unchanged_tensors": unchanged})
+    log(describe_change(unchanged, state.start_checksums))
+    write_samples(agreed, run, assembled, when="after", step=state.step)
+    folder = export(recipe, assembled, agreed.tokenizer, write=agreed.writes)
+    if agreed.writes:
+        memory = memory_facts(built.request, measured, device)
+        receipt.add("memory", memory)
+        log(describe_memory(memory))
+        receipt.add("export", exported.as_json())
+        mark_run(agreed.run_dir, "finished", step=state.step, exported=exported.as_json())
+        log(describe_exported(exported, state))
+        if recipe.lora is None:
+            from finetune.run_folder.base_parts import untrained_in_words
+
+            for line in untrained_in_words(recipe.model, assembled.decoder):
+                log(line)
+        if recipe.preferences is not None:
+            result, rows = read_run(agreed.run_dir, recipe), recipe.training.global_batch_size
+            log("\n".join(warnings_of(result.trained(), result.exported_eval(), rows)))
+        run_dir = str(agreed.run_dir)
+        log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run_dir])}")
+        log(f"how good is it, and what was forgotten: {shlex.join(['finetune', 'eval', run_dir, '--general'])}")
+        log(f"serve it: {shlex.join(['finetune', 'export', run_dir, '--for', 'ollama'])}")
+    return 0
 
 
 def try_worst_step(built: Built) -> dict[str, Phase]:
@@ -374,7 +393,7 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     ranks = run.checkpoints.saves.ranks
     device, deterministic = accelerator.device, agreed.recipe.training.deterministic
 
-    with deterministic_algorithms(deterministic, device), measured_phases(run.parts.phases) as measured:
+    with deterministic_algorithms(deterministic, device), run.parts.phases.measured() as measured:
         guard = compare_fast_paths(Forwards.of(run), built.assembled, compiled, built.kernel)
     receipt.add("guard", guard.facts())
     if ranks.apart:
@@ -386,8 +405,7 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
 
     try:
         with built.kernel.active(), deterministic_algorithms(deterministic, device):
-            on_host = device.type != "cuda" or agreed.strategy.offloaded
-            worst = worst_step_first(run, lambda: hold_state(agreed.recipe, built.assembled, ranks, on_host=on_host))
+            worst = worst_step_first(run, built.assembled, ranks)
     finally:
         if agreed.writes:
             remove_temporary(agreed.recipe)
@@ -406,56 +424,3 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     receipt.add("compiled", compiled.facts())
     receipt.add("memory", memory_facts(built.request, {**built.loading, **measured}, device))
     return measured
-
-
-def _with_reference(built: Built) -> Run:
-    """The run, with an objective that knows its reference's log-probabilities."""
-    from finetune.training.reference import find_reference
-
-    agreed, run = built.agreed, built.run
-    deterministic = deterministic_algorithms(agreed.recipe.training.deterministic, run.parts.accelerator.device)
-    began = time.monotonic()
-    with built.kernel.active(), deterministic:
-        found = find_reference(run, agreed, built.assembled, built.state.step, built.compiled)
-    if found is None:
-        return run
-    reference, facts = found
-    built.receipt.add("reference", {**facts, "seconds": round(time.monotonic() - began, 1)})
-    return replace(run, parts=replace(run.parts, objective=objective_of(agreed.recipe, reference)))
-
-
-def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
-    """Write the answers after training, export, and print the last lines."""
-    agreed, state, assembled, receipt = built.agreed, built.state, built.assembled, built.receipt
-    log = run.output.terminal.log
-    assert run.checkpoints is not None
-    saves = run.checkpoints.saves
-    if saves.ranks.apart:
-        saves.wait()  # it sends files to rank 0, and a best checkpoint's go the other way
-    exported = weights_to_export(agreed.recipe, assembled, state, saves.ranks)
-    unchanged = refuse_unchanged(trained_checksums(assembled), state.start_checksums)
-    receipt.add("change", {"unchanged_tensors": unchanged})
-    log(describe_change(unchanged, state.start_checksums))
-    write_samples(agreed, run, assembled, when="after", step=state.step)
-    folder = export(agreed.recipe, assembled, agreed.tokenizer, write=agreed.writes)
-    if not agreed.writes:
-        return
-    memory = memory_facts(built.request, measured, run.parts.accelerator.device)
-    receipt.add("memory", memory)
-    log(describe_memory(memory))
-    receipt.add("export", exported.as_json())
-    mark_run(agreed.run_dir, "finished", step=state.step, exported=exported.as_json())
-    log(describe_exported(exported, state))
-    if agreed.recipe.lora is None:
-        from finetune.run_folder.base_parts import untrained_in_words
-
-        for line in untrained_in_words(agreed.recipe.model, assembled.decoder):
-            log(line)
-    if agreed.recipe.preferences is not None:
-        facts = read_run(agreed.run_dir, agreed.recipe)
-        rows = agreed.recipe.training.global_batch_size
-        log("\n".join(warnings_of(facts.trained(), facts.exported_eval(), rows)))
-    run_dir = str(agreed.run_dir)
-    log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run_dir])}")
-    log(f"how good is it, and what was forgotten: {shlex.join(['finetune', 'eval', run_dir, '--general'])}")
-    log(f"serve it: {shlex.join(['finetune', 'export', run_dir, '--for', 'ollama'])}")

@@ -12,8 +12,6 @@ longest held-out rows, and restores weights and optimizer to the bit (training/h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -26,15 +24,16 @@ from finetune.architecture.flash_kernels import FlashKernel
 from finetune.architecture.guard import ATTENTION, COMPARED_TOKENS, Guard
 from finetune.architecture.own_layers.compute import ADAPTERS, GATES, NORMS, leave_to_library
 from finetune.errors import NotFinite
-from finetune.measure.phases import Phase, Phases, peak_bytes, peak_of
+from finetune.measure.phases import Phase, peak_bytes, peak_of
 from finetune.measure.units import GIB
 from finetune.model.optimizer import allocate_optimizer_state
 from finetune.strategies.accelerator import load_scaler_state, scaler_state
 from finetune.strategies.assemble import Assembled
+from finetune.strategies.pieces import Ranks
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
-from finetune.training.held_state import Held
+from finetune.training.held_state import hold_state
 from finetune.training.objectives import ChosenRows
 from finetune.training.run import Forwards, Run
 from finetune.training.step import optimizer_step
@@ -69,11 +68,11 @@ class WorstStep:
         )
 
 
-def worst_step_first(run: Run, hold: Callable[[], Held]) -> WorstStep:
+def worst_step_first(run: Run, assembled: Assembled, ranks: Ranks) -> WorstStep:
     """Try the step that takes most memory, then restore the state before it, to the bit. Every rank calls it.
 
     Args:
-        hold: Keeps the present weights and optimizer state, and proves that the disk has room for them.
+        ranks: As the run's saves have them.
 
     Raises:
         NotFinite: the loss or its gradient is not finite.
@@ -82,12 +81,13 @@ def worst_step_first(run: Run, hold: Callable[[], Held]) -> WorstStep:
     began = time.perf_counter()
     run.output.terminal.progress("worst step first: keeping weights and optimizer state")
     scaler = scaler_state(run.parts.accelerator)
-    held = hold()
+    device, strategy = run.parts.accelerator.device, run.parts.strategy
+    on_host = device.type != "cuda" or (strategy is not None and strategy.offloaded)
+    held = hold_state(run.recipe, assembled, ranks, on_host=on_host)
     saved = time.perf_counter()
-    device = run.parts.accelerator.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout seeds the generators
         run.output.terminal.progress("worst step first: a step on the longest rows")
-        with measured_phases(run.parts.phases) as phases:
+        with run.parts.phases.measured() as phases:
             with run.parts.phases("state"):
                 # The moments are resident during every later step, so allocate them here too. DeepSpeed's engines
                 # have theirs from the start. The flag of an optimizer that can refuse an update stays as well.
@@ -107,16 +107,6 @@ def worst_step_first(run: Run, hold: Callable[[], Held]) -> WorstStep:
     peak = max(peak_bytes(device), *(phase.peak_bytes for phase in phases.values()))
     seconds = stepped - saved, (saved - began) + (restored - stepped)
     return WorstStep(tokens, *seconds, peak, phases, peak_of(device), held.nbytes)
-
-
-@contextmanager
-def measured_phases(phases: Phases) -> Iterator[dict[str, Phase]]:
-    """The phases of the block, filled in at its end; measured even where the run does not measure its phases."""
-    enabled, phases.enabled = phases.enabled, True
-    measured: dict[str, Phase] = {}
-    yield measured
-    measured |= phases.take()
-    phases.enabled = enabled
 
 
 def longest_groups(rows: Rows, plan: BatchPlan) -> list[list[int]]:

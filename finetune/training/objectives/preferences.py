@@ -41,8 +41,8 @@ class Pairs:
     needs_whole_step = False
 
     def __init__(self, settings: Dpo, reference: ReferenceValues | None = None) -> None:
-        """`reference`: None stands for zeros, as in the worst step, which is undone."""
-        self._settings, self._reference = settings, reference
+        """`reference`: None stands for zeros, as in the worst step, which is undone. training/reference.py sets it."""
+        self._settings, self.reference = settings, reference
         names = BY_ANSWER + BY_TOKEN
         if settings.needs_reference:
             names = [*names, "kl_by_token"]
@@ -118,9 +118,9 @@ class Pairs:
                 return -logsigmoid(margin - gamma)
 
     def _reference_of(self, units: np.ndarray) -> Tensor:
-        if self._reference is None or not self._settings.needs_reference:
+        if self.reference is None or not self._settings.needs_reference:
             return torch.zeros(2 * len(units))
-        return torch.from_numpy(self._reference.answers[units].reshape(-1))
+        return torch.from_numpy(self.reference.answers[units].reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class JudgedAnswers:
     )
 
     def __init__(self, settings: Kto, max_length: int, reference: ReferenceValues | None = None) -> None:
-        """`reference`: None stands for zeros, as in the worst step, which is undone."""
-        self._settings, self._max_length, self._reference = settings, max_length, reference
+        """`reference`: None stands for zeros, as in the worst step, which is undone. training/reference.py sets it."""
+        self._settings, self._max_length, self.reference = settings, max_length, reference
         self._kl: Tensor | None = None  # float32 []
 
     def planned_count(self, rows: Rows, indices: np.ndarray) -> int:
@@ -186,9 +186,9 @@ class JudgedAnswers:
         for inputs, others in zip(own, self.mismatched_batches(chosen), strict=True):
             numbers = units[inputs.places]
             reference = mismatched = torch.zeros(len(numbers))
-            if self._reference is not None:
-                reference = torch.from_numpy(self._reference.answers[numbers, 0])
-                mismatched = torch.from_numpy(self._mismatched(self._reference, chosen, inputs.places))
+            if self.reference is not None:
+                reference = torch.from_numpy(self.reference.answers[numbers, 0])
+                mismatched = torch.from_numpy(self._mismatched(self.reference, chosen, inputs.places))
             other = others.with_answers(mismatched)
             wanted = torch.from_numpy(desirable[numbers])
             result.append(inputs.with_answers(reference, desirable=wanted, mismatched=other))
