@@ -296,7 +296,7 @@ def _decode(raw: bytes, offset: int, encoding: str | None = None) -> str:
         before = re.split(rb"[\s,;|]", raw[: error.start][-40:])[-1]
         word = before + re.split(rb"[\s,;|]", raw[error.start :][:40])[0]
         raise BadRow(
-            f"{place} is not UTF-8; save the file as UTF-8, or name its encoding: cp1252 reads this word as "
+            f"{place} is not UTF-8; save the file as UTF-8, or name its encoding; cp1252 would read this word as "
             f"{one_line(repr(word.decode('cp1252', 'replace')), 60)}: encoding: cp1252 (init: --encoding)"
         ) from None
 

@@ -54,8 +54,8 @@ def test_the_refusal_shows_the_word_and_both_remedies(tmp_path: Path) -> None:
         propose(str(file))
     # 16 bytes of header, a quote and `Wo liegt K` before the byte.
     assert raised.value.mistakes == (
-        f"{file}:2: byte 27 of the file (0xf6) is not UTF-8; save the file as UTF-8, or name its encoding: cp1252 "
-        "reads this word as 'Köln?\"': encoding: cp1252 (init: --encoding)",
+        f"{file}:2: byte 27 of the file (0xf6) is not UTF-8; save the file as UTF-8, or name its encoding; cp1252 "
+        "would read this word as 'Köln?\"': encoding: cp1252 (init: --encoding)",
     )
     proposal = propose(str(file), encoding="cp1252")
     assert "encoding: cp1252" in proposal.text
