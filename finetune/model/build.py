@@ -200,11 +200,12 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
     with library_errors(partial(_not_built, recipe, "configuration", recipe.model.name_or_path)):
         config = configuration(recipe)
         trained = trained_config(config)
+        kind = auto_class(trained)
         settings = bitsandbytes_config(recipe.quantization, trained) if recipe.quantization else None
         if hasattr(config, "quantization_config"):  # of the files: what is loaded of them has it no more
             del config.quantization_config
         with torch.device("meta"):
-            model = auto_class(trained).from_config(trained, **_common_options(recipe, dtype))
+            model = kind.from_config(trained, **_common_options(recipe, dtype))
     assert isinstance(model, PreTrainedModel)
     remember_whole(model, config)
     if settings is not None:

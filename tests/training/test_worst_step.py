@@ -276,7 +276,7 @@ def test_on_a_gpu_it_and_the_training_run_by_deterministic_kernels(
         monkeypatch.delenv(name)
     asked = write("asked", deterministic=True)
     assert main([str(asked)]) == 0
-    assert when == {"worst_step_first": True, "look_before": False, "train": True, "write_samples": False}
+    assert when == {"worst_step_first": True, "look_before": False, "take_steps": True, "write_samples": False}
     assert not torch.are_deterministic_algorithms_enabled()
     assert left_by(asked) == left_by(plain)
 
