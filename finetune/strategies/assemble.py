@@ -80,7 +80,7 @@ class Assembled:
 
             return full_weights(self.engine, dtype=dtype, keep=keep)
         if self.pipeline is not None:
-            return self.pipeline.holding.together(self.unwrapped_model, dtype=dtype, keep=keep)
+            return self.pipeline.holding.trained_weights(self.unwrapped_model, dtype=dtype, keep=keep)
         reshard(self.unwrapped_model)  # gathered parameters are in the format of the computation
         named = self.unwrapped_model.named_parameters(remove_duplicate=False)
         return gathered([(name, tensor) for name, tensor in named if tensor.requires_grad], dtype=dtype, keep=keep)
@@ -157,14 +157,14 @@ def agree_on_structure(recipe: Recipe) -> None:
     """
     section, group = recipe.model, dist.new_group(backend="gloo", timeout=WAITING)  # rank 0 may have to download them
     try:
-        found, refusal = None, ""
+        structure, refusal = None, ""
         if dist.get_rank() == 0:
             fetch_weights(section)
-            found, refusal = _structure_seen(recipe)
-        asked, refusal = _broadcast_from_rank_0((found, refusal), group)
+            structure, refusal = _structure_seen(recipe)
+        shared, refusal = _broadcast_from_rank_0((structure, refusal), group)
         if not refusal and dist.get_rank() != 0:
-            found, refusal = _structure_seen(recipe)
-            if not refusal and found is not None and asked is not None and found.digest != asked.digest:
+            structure, refusal = _structure_seen(recipe)
+            if not refusal and structure is not None and shared is not None and structure.digest != shared.digest:
                 refusal = (
                     f"model.name_or_path: {one_line(section.name_or_path)}: its files here have other tensors than "
                     "those that rank 0 sees; give all machines the same files"
@@ -176,18 +176,18 @@ def agree_on_structure(recipe: Recipe) -> None:
     if first := next(filter(None, refusals), None):
         where = f" (on rank {refusals.index(first)})" if refusals.index(first) else ""
         raise FinetuneError(first + where)
-    if asked is not None:
-        agree(section, asked.tied)
+    if shared is not None:
+        agree(section, shared.tied)
 
 
 def _structure_seen(recipe: Recipe) -> tuple[StoredStructure | None, str]:
     """The structure in this rank's files, or why they give none."""
     try:
-        found = stored_structure(recipe.model)
-        refuse_files(recipe, found)
+        structure = stored_structure(recipe.model)
+        refuse_files(recipe, structure)
     except FinetuneError as error:
         return None, str(error)
-    return found, ""
+    return structure, ""
 
 
 def _under_zero(
@@ -223,7 +223,7 @@ def _under_zero(
     optimizer = make_optimizer(unwrapped, recipe)
     if isinstance(optimizer, RoundedAdamW):
         of = places_of(optimizer)
-        places = {name: of[id(each)] for name, each in unwrapped.named_parameters() if id(each) in of}
+        places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
         engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
         optimizer.round_as(flat_ranges(engine, places))
     else:

@@ -189,6 +189,6 @@ def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def _broadcast(tensor: Tensor, device: torch.device) -> Tensor:
     """Rank 0's values, on the device of each rank."""
-    there = _moved(tensor, device, tensor.dtype).contiguous()
-    dist.broadcast(there, src=0)
-    return there
+    values = _moved(tensor, device, tensor.dtype).contiguous()
+    dist.broadcast(values, src=0)
+    return values

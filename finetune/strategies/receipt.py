@@ -126,10 +126,10 @@ def experts_by_format(base: PreTrainedModel) -> dict[str, int]:
             held[base_path(path).rpartition(".")[0]] = packing["quant_type"], module.finetune_experts[0]
     for path, parameter in expert_parameters(base).items():
         held[base_path(path).rpartition(".")[0]] = dtype_name(parameter.dtype), full_shape(parameter)[0]
-    found = Counter[str]()
+    formats_of_experts = Counter[str]()
     for name, count in held.values():
-        found[name] += count
-    return dict(found)
+        formats_of_experts[name] += count
+    return dict(formats_of_experts)
 
 
 def computed_layers(accelerator: Accelerator, parts: Assembled) -> dict[str, Any]:
@@ -299,11 +299,11 @@ def describe_batch(receipt: dict[str, Any]) -> str:
     if unit != "row":
         documents = f"{counted(data['documents'], unit)}, {learned} in answers"
     micro_steps = counted(batch["micro_steps"], "micro-step")
-    together = counted(batch["per_device_batch_size"], unit)
+    share = counted(batch["per_device_batch_size"], unit)
     if "row_tokens" in batch:
         micro_steps = f"at most {micro_steps}"
-        together = f"{counted(batch['per_device_batch_size'], 'row')} of {unit}s, up to {batch['row_tokens']:,} tokens"
-    return f"data: {documents}\nbatch: {counted(batch['world_size'], 'rank')} x {micro_steps} x {together}"
+        share = f"{counted(batch['per_device_batch_size'], 'row')} of {unit}s, up to {batch['row_tokens']:,} tokens"
+    return f"data: {documents}\nbatch: {counted(batch['world_size'], 'rank')} x {micro_steps} x {share}"
 
 
 def describe_stages(receipt: dict[str, Any]) -> str:

@@ -189,7 +189,10 @@ def _disk_reserves(folder: Path, nbytes: int, ranks: Ranks) -> bool:
 def _live_tensors(parts: Assembled) -> list[Tensor]:
     reshard(parts.unwrapped_model)
     states = [value for state in parts.optimizer.state.values() for value in state.values()]
-    tensors = [*model_tensors(parts.unwrapped_model).values(), *(each for each in states if isinstance(each, Tensor))]
+    tensors = [
+        *model_tensors(parts.unwrapped_model).values(),
+        *(value for value in states if isinstance(value, Tensor)),
+    ]
     return [local_part(tensor)[0] for tensor in tensors]
 
 

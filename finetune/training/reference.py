@@ -235,19 +235,21 @@ def _computed(
     units = rows.units(np.arange(len(rows)))
     batches = answer_batches(forwards.plan, rows, groups)
     with compiled.forwards() if len(batches) >= WORTH_COMPILING else nullcontext():
-        found = [("answers", units[places], each) for each, places in _log_probabilities(forwards, batches, "answers")]
+        computed = [
+            ("answers", units[places], figures) for figures, places in _log_probabilities(forwards, batches, "answers")
+        ]
         if isinstance(objective, JudgedAnswers):
             for name, own_rows, steps in _streams(forwards):
                 for first, indices in steps:
                     others = objective.mismatched_batches(ChosenRows(forwards.plan, own_rows, indices))
                     what = f"mismatched answers, {first:,} done"
-                    for each, places in _log_probabilities(forwards, others, what):
-                        found.append((name, np.asarray(places, np.int64) + first, each))
+                    for figures, places in _log_probabilities(forwards, others, what):
+                        computed.append((name, np.asarray(places, np.int64) + first, figures))
     compiled.agree(partial(forwards.accelerator.reduce, reduction="sum"), forwards.accelerator.device)
-    if found:
-        read = torch.cat([each for _, _, each in found]).cpu().numpy()
-        ends = np.cumsum([len(each) for _, _, each in found])
-        for (name, stands, _), numbers in zip(found, np.split(read, ends[:-1]), strict=True):
+    if computed:
+        read = torch.cat([figures for _, _, figures in computed]).cpu().numpy()
+        ends = np.cumsum([len(figures) for _, _, figures in computed])
+        for (name, stands, _), numbers in zip(computed, np.split(read, ends[:-1]), strict=True):
             values[name][stands] = numbers.reshape(len(stands), *shapes[name][1:])
     return ReferenceValues(**{name: _summed(forwards.accelerator, array) for name, array in values.items()})
 
@@ -311,9 +313,9 @@ def _agrees(forwards: Forwards, reference: ReferenceValues) -> bool:
     differs = 0
     batches = answer_batches(forwards.plan, rows, [[int(index)] for index in indices])
     for on_device, places in _log_probabilities(forwards, batches, "comparing with the kept one"):
-        found = on_device.cpu().numpy()
+        figures = on_device.cpu().numpy()
         kept = reference.answers[units[places]].reshape(-1)
-        differs += int((np.abs(found - kept) > AGREEING * np.maximum(np.abs(found), 1.0)).sum())
+        differs += int((np.abs(figures - kept) > AGREEING * np.maximum(np.abs(figures), 1.0)).sum())
     return not _summed(forwards.accelerator, np.asarray([differs], np.float32))[0]
 
 

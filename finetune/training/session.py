@@ -167,10 +167,10 @@ def refuse_without_room(agreed: Agreed, trained: int) -> None:
     problem = None
     if agreed.writes:
         recipe, size = agreed.recipe, checkpoint_bytes(agreed.recipe.training, trained)
-        there, total = len(checkpoint_steps(agreed.run_dir)), agreed.plan.total_steps
+        kept, total = len(checkpoint_steps(agreed.run_dir)), agreed.plan.total_steps
         saves = math.ceil(total / steps_between(recipe.save_steps, total))
-        most = min(recipe.save_total_limit + recipe.training.exports_best + 1, there + saves)
-        needed, free = max(1, most - there) * size, shutil.disk_usage(agreed.run_dir).free
+        most = min(recipe.save_total_limit + recipe.training.exports_best + 1, kept + saves)
+        needed, free = max(1, most - kept) * size, shutil.disk_usage(agreed.run_dir).free
         if needed > free:
             problem = (
                 f"output_dir: checkpoints take {needed / GIB:,.3f} GiB more on rank 0's disk, where {free / GIB:,.3f} "

@@ -218,21 +218,21 @@ def compare_fast_paths(run: Forwards, assembled: Assembled, compiled: CompiledLa
         guard = Guard()
         with kernel.active(), guard.watching(assembled.unwrapped_model):
             _forward(run, COMPARED_TOKENS // run.plan.per_device_batch_size)
-        found = _agreed(run, guard)
-        if not found:
+        differing = _agreed(run, guard)
+        if not differing:
             break
-        for path, reason in found.items():
+        for path, reason in differing.items():
             run.terminal.log(f"guard: {INSTEAD[path]} from here on, because the faster way differs: {reason}")
             if path == ATTENTION:
                 kernel.leave_off(reason)
             else:
                 leave_to_library(assembled.unwrapped_model, path)
-        left_off |= found
+        left_off |= differing
     guard.left_off = left_off
     if compiled.applied:
         # On whole rows: a compiler chooses its kernels' blocks by the first sizes that it sees.
         trained_embeddings = assembled.decoder.get_input_embeddings().parameters()
-        with kernel.active(), compiled.comparing(any(each.requires_grad for each in trained_embeddings)):
+        with kernel.active(), compiled.comparing(any(parameter.requires_grad for parameter in trained_embeddings)):
             _forward(run, int(run.train.lengths.max()))
         compiled.agree(partial(run.accelerator.reduce, reduction="sum"), run.accelerator.device)
     return guard
@@ -261,8 +261,9 @@ def _agreed(run: Forwards, guard: Guard) -> dict[str, str]:
         return {}
     rank, ranks = run.accelerator.process_index, run.accelerator.num_processes
     on_rank = f" on rank {rank}" if ranks > 1 else ""
-    found: list[dict[str, str]] = gather_object([{path: why + on_rank for path, why in guard.left_off.items()}])
-    return {path: next(each[path] for each in found if path in each) for path in paths if any(path in e for e in found)}
+    of_ranks: list[dict[str, str]] = gather_object([{path: why + on_rank for path, why in guard.left_off.items()}])
+    reasons = {path: why for left_off in reversed(of_ranks) for path, why in left_off.items()}  # the first rank's
+    return {path: reasons[path] for path in paths if path in reasons}
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Holding:
         written = {key: value for key, value in named.items() if self._stages_of(key, ())[0] == self.stage}
         return {key: Piece(value.detach(), tuple(value.shape), 0, live=True) for key, value in written.items()}
 
-    def together(self, model: nn.Module, *, dtype: torch.dtype | None, keep: bool) -> dict[str, Tensor]:
+    def trained_weights(self, model: nn.Module, *, dtype: torch.dtype | None, keep: bool) -> dict[str, Tensor]:
         """All trained weights, in host memory of the first stage's rank, one sent after another; every rank calls it.
 
         A tensor under two names stays one tensor. Floating-point tensors are cast to `dtype` unless it is None.
@@ -106,8 +106,8 @@ def place_stage(
                 continue
             values = late[name](device) if late and name in late else {name: parameter.detach().to(device)}
             moved = nn.Parameter(values.pop(name), requires_grad=parameter.requires_grad)
-            for each, tensor in (values | {name: moved}).items():
-                replace_tensor(model, each, tensor)
+            for part, tensor in (values | {name: moved}).items():
+                replace_tensor(model, part, tensor)
     # Another stage's 4-bit layers, whose scales are buffers. A planner's weights are of no class of ours.
     packed = [(path, layer) for path, layer in model.named_modules() if hasattr(layer, "packing")]
     elsewhere = {f"{path}." for path, layer in packed if layer.weight.is_meta}

@@ -189,15 +189,15 @@ class Pipeline(nn.Module):
         `shared_tensors`: trained weights that two stages have.
         """
         held = sum(weight.nbytes for weight in model.parameters() if not isinstance(weight, Elsewhere))
-        each = torch.zeros(self.place.stages, dtype=torch.int64, device=self._device)
-        each[self.place.stage] = held
-        dist.all_reduce(each, group=self._own_copy)
+        stage_bytes = torch.zeros(self.place.stages, dtype=torch.int64, device=self._device)
+        stage_bytes[self.place.stage] = held
+        dist.all_reduce(stage_bytes, group=self._own_copy)
         return {
             "schedule": self.schedule,
             "stages": self.place.stages,
             "copies": self.place.copies,
             "layers": [[layers.start, layers.stop - 1] for layers in self.layers],
-            "bytes": each.tolist(),
+            "bytes": stage_bytes.tolist(),
             "shared_tensors": sum(len(where) > 1 for where in self.holding.stages.values()),
         }
 

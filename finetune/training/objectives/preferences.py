@@ -61,9 +61,9 @@ class Pairs:
         chosen_tokens = chosen.rows.pool.first_supervised
         assert chosen_tokens is not None
         units = chosen.rows.units(chosen.indices)
-        each = len(units) / int(chosen_tokens[units].sum())
+        units_a_token = len(units) / int(chosen_tokens[units].sum())
         return [
-            inputs.with_answers(self._reference_of(units[inputs.places]), units_a_token=each)
+            inputs.with_answers(self._reference_of(units[inputs.places]), units_a_token=units_a_token)
             for inputs in answer_batches(chosen.plan, chosen, chosen.grouped())
         ]
 
@@ -190,8 +190,8 @@ class JudgedAnswers:
                 reference = torch.from_numpy(self.reference.answers[numbers, 0])
                 mismatched = torch.from_numpy(self._mismatched(self.reference, chosen, inputs.places))
             other = others.with_answers(mismatched)
-            wanted = torch.from_numpy(desirable[numbers])
-            result.append(inputs.with_answers(reference, desirable=wanted, mismatched=other))
+            is_desirable = torch.from_numpy(desirable[numbers])
+            result.append(inputs.with_answers(reference, desirable=is_desirable, mismatched=other))
         return result
 
     def mismatched_batches(self, chosen: ChosenRows) -> list[AnswerInputs]:
@@ -220,18 +220,18 @@ class JudgedAnswers:
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> LossSum:
         """One forward for all answers of the micro-batch."""
-        answers, settings, wanted = batch["answers"], self._settings, batch["answers"].desirable
-        assert wanted is not None
+        answers, settings, is_desirable = batch["answers"], self._settings, batch["answers"].desirable
+        assert is_desirable is not None
         assert self._kl is not None, "before_step computes the baseline"
         log_probability = -model(**model_inputs(batch, answers.lengths))  # [answers]
         ratio = log_probability - answers.reference
         # Ethayarajh et al., KTO, 2024, eq. 8: the value of a wanted answer, and of an unwanted one.
-        value = (settings.beta * torch.where(wanted, ratio - self._kl, self._kl - ratio)).sigmoid()
-        weight = torch.where(wanted, settings.desirable_weight, settings.undesirable_weight)
+        value = (settings.beta * torch.where(is_desirable, ratio - self._kl, self._kl - ratio)).sigmoid()
+        weight = torch.where(is_desirable, settings.desirable_weight, settings.undesirable_weight)
         total = (weight * (1 - value)).sum()
         with torch.no_grad():
-            rewards, chosen = settings.beta * ratio, wanted.float()
-            right = ((ratio > self._kl) == wanted).float()
+            rewards, chosen = settings.beta * ratio, is_desirable.float()
+            right = ((ratio > self._kl) == is_desirable).float()
             sums = [(rewards * chosen).sum(), (rewards * (1 - chosen)).sum()]
             sums += [(log_probability * chosen).sum(), (log_probability * (1 - chosen)).sum()]
             sums += [right.sum(), self._kl * answers.units, chosen.sum(), (1 - chosen).sum()]
