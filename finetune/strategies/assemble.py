@@ -221,13 +221,11 @@ def _under_zero(
     inside = f"{strategy.name} gathers weights inside of it" if strategy.shards_parameters else None
     compute_layers(unwrapped, unpacked_weight, adapters_by_peft=inside)
     optimizer = make_optimizer(unwrapped, recipe)
+    of = places_of(optimizer) if isinstance(optimizer, RoundedAdamW) else {}
+    places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
+    engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
     if isinstance(optimizer, RoundedAdamW):
-        of = places_of(optimizer)
-        places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
-        engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
         optimizer.round_as(flat_ranges(engine, places))
-    else:
-        engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
     compute = COMPUTE[recipe.training.mixed_precision]
     return Assembled(engine, unwrapped, prepared, gathered_in=compute, engine=engine)
 

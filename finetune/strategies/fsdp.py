@@ -78,8 +78,12 @@ def shard_model(
     if dist.get_rank() == 0:
         named = (*decoder.named_parameters(), *decoder.named_buffers())
         full = {name: tensor.detach() for name, tensor in named}
-    with ties_kept(decoder):
-        _empty(decoder)
+    with ties_kept(decoder):  # to meta, not by `Module.to`, which fails on a planner's fake tensors in torch 2.13
+        for name, parameter in list(decoder.named_parameters()):
+            empty = torch.empty_like(parameter.detach(), device="meta")
+            replace_tensor(decoder, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+        for name, buffer in list(decoder.named_buffers()):
+            replace_tensor(decoder, name, torch.empty_like(buffer, device="meta"))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32)
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if strategy.offloaded else OffloadPolicy()
     for unit, reshard in _units(decoder, strategy.reshard_after_forward):
@@ -148,15 +152,6 @@ def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module,
         yield embeddings, reshard
         yield head, False
     yield decoder, False
-
-
-def _empty(module: nn.Module) -> None:
-    """Move to meta. Not by `Module.to`, which fails on a planner's fake tensors in torch 2.13."""
-    for name, parameter in list(module.named_parameters()):
-        empty = torch.empty_like(parameter.detach(), device="meta")
-        replace_tensor(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-    for name, buffer in list(module.named_buffers()):
-        replace_tensor(module, name, torch.empty_like(buffer, device="meta"))
 
 
 @contextmanager

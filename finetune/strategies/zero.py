@@ -220,7 +220,13 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     Weights trained in float32 (adapters, under bf16) keep their exact values in the engine's masters.
     """
     plugin = accelerator.state.deepspeed_plugin
-    exact = _into_engine_dtype(model, engine_dtype(plugin.deepspeed_config))
+    dtype, exact = engine_dtype(plugin.deepspeed_config), dict[str, Tensor]()  # trained values that lose digits
+    for name, parameter in model.named_parameters():  # the engine would refuse other formats, or round them
+        if parameter.dtype in (dtype, torch.uint8, torch.int8) or hasattr(parameter, "ds_id"):
+            continue
+        if parameter.requires_grad:
+            exact[name] = parameter.detach().clone()
+        parameter.data = parameter.data.to(dtype)
     if plugin.zero_stage == 3 and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         partition(model.parameters(), plugin.deepspeed_config)
     if plugin.zero_stage == 3:
@@ -293,18 +299,6 @@ def engine_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """The number format in which DeepSpeed computes with this config."""
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return next((dtype for key, dtype in halves.items() if config[key]["enabled"]), torch.float32)
-
-
-def _into_engine_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cast tensors that the engine would refuse or round. Returns the trained values that lost digits, by name."""
-    exact: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.dtype in (dtype, torch.uint8, torch.int8) or hasattr(parameter, "ds_id"):
-            continue
-        if parameter.requires_grad:
-            exact[name] = parameter.detach().clone()
-        parameter.data = parameter.data.to(dtype)
-    return exact
 
 
 def partition(parameters: Iterable[nn.Parameter], config: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ values from its folder. The cache folder keeps them too, under a key made of eve
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -68,7 +68,7 @@ def find_reference(
 
     Raises FinetuneError for a resumed run whose folder has no reference: the start is not known any more.
     """
-    section, objective = agreed.recipe.preferences, run.parts.objective
+    section, objective, accelerator = agreed.recipe.preferences, run.parts.objective, run.parts.accelerator
     assert section is not None
     assert isinstance(objective, Pairs | JudgedAnswers)
     key = reference_key(agreed, section)
@@ -76,45 +76,37 @@ def find_reference(
     own_file, kept_file = agreed.run_dir / KEPT_IN_RUN, cache_folder() / "references" / f"{key}.json"
     forwards = Forwards.of(run)
     shapes = _shapes(run.train_rows, run.eval_rows, run.plan, objective)
-    reference: ReferenceValues | None
     if first_step > 0:
-        reference = _read_by_all(run.parts.accelerator, own_file, None, shapes)
+        source, reference = "the run folder", _read_by_all(accelerator, own_file, None, shapes)
         if reference is None:
             raise FinetuneError(
                 f"{own_file}: the reference of this run's start is not there, or it is another run's, a shorter run's "
                 "or (KTO) an earlier release's; restore the file, or start again with training.resume=never"
             )
-        log(_line(section, shapes, key, "from the run folder"))
-        objective.reference = reference
-        return {"kind": section.reference, "key": key, "from": "the run folder"}
-    computing: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if section.reference == "adapter_off":
-        computing = cast("Any", assembled.unwrapped_model).disable_adapter
-    reference = _read_by_all(run.parts.accelerator, kept_file, key, shapes)
-    source = "the cache"
-    if names_second_model(section):  # keep_second_model has kept it
-        assert reference is not None
-    with computing():
-        if reference is not None and not names_second_model(section) and not _agrees(forwards, reference):
-            log("reference: the kept one is not this model's; it is computed again")
-            reference = None
-        if reference is None:
-            source = "computed"
-            reference = _computed(forwards, assembled, compiled, objective, shapes)
-    if agreed.writes and agreed.launch.is_main:
-        content = _as_json(key, reference)
-        write_sealed(own_file, content)
-        if source == "computed":
-            kept_file.parent.mkdir(parents=True, exist_ok=True)
-            write_sealed(kept_file, content)
-    log(_line(section, shapes, key, source if source == "computed" else f"from {source}"))
+    else:
+        source, reference = "the cache", _read_by_all(accelerator, kept_file, key, shapes)
+        computing: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if section.reference == "adapter_off":
+            computing = cast("Any", assembled.unwrapped_model).disable_adapter
+        if names_second_model(section):  # keep_second_model has kept it
+            assert reference is not None
+        with computing():
+            if reference is not None and not names_second_model(section) and not _agrees(forwards, reference):
+                log("reference: the kept one is not this model's; it is computed again")
+                reference = None
+            if reference is None:
+                source, reference = "computed", _computed(forwards, assembled, compiled, objective, shapes)
+        if agreed.writes and agreed.launch.is_main:
+            content = _as_json(key, reference)
+            write_sealed(own_file, content)
+            if source == "computed":
+                kept_file.parent.mkdir(parents=True, exist_ok=True)
+                write_sealed(kept_file, content)
     objective.reference = reference
-    return {"kind": section.reference, "key": key, "from": source}
-
-
-def _line(section: Dpo | Kto, shapes: Mapping[str, tuple[int, ...]], key: str, source: str) -> str:
     answers = sum(int(np.prod(shape)) for shape in shapes.values())
-    return f"reference: {section.reference}, log-probabilities of {answers:,} answers, {source} ({key[:12]})"
+    origin = source if source == "computed" else f"from {source}"
+    log(f"reference: {section.reference}, log-probabilities of {answers:,} answers, {origin} ({key[:12]})")
+    return {"kind": section.reference, "key": key, "from": source}
 
 
 def keep_second_model(agreed: Agreed, accelerator: Accelerator, terminal: Terminal, phases: Phases) -> None:
