@@ -159,15 +159,15 @@ def process_group(start: Start) -> Iterator[Accelerator]:
                 remove_swap(recipe)
 
 
-def refuse_without_room(agreed: Agreed, trained: int) -> None:
-    """Raise EnvironmentMismatch, on every rank, if rank 0's disk has no room for checkpoints of `trained` parameters.
+def refuse_without_room(agreed: Agreed, size: int) -> None:
+    """Raise EnvironmentMismatch, on every rank, if rank 0's disk has no room for checkpoints of `size` bytes.
 
     All pieces go there. While one is written, as many are there as the run keeps.
     """
     problem = None
     if agreed.writes:
-        recipe, size = agreed.recipe, checkpoint_bytes(agreed.recipe.training, trained)
-        kept, total = len(checkpoint_steps(agreed.run_dir)), agreed.plan.total_steps
+        recipe, total = agreed.recipe, agreed.plan.total_steps
+        kept = len(checkpoint_steps(agreed.run_dir))
         saves = math.ceil(total / steps_between(recipe.save_steps, total))
         most = min(recipe.save_total_limit + recipe.training.exports_best + 1, kept + saves)
         needed, free = max(1, most - kept) * size, shutil.disk_usage(agreed.run_dir).free
@@ -396,8 +396,9 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     with deterministic_algorithms(deterministic, device), run.parts.phases.measured() as measured:
         guard = compare_fast_paths(Forwards.of(run), built.assembled, compiled, built.kernel)
     receipt.add("guard", guard.facts())
+    saved = checkpoint_bytes(agreed.recipe.training, receipt.content["parameters"]["trained"])
     if ranks.apart:
-        refuse_without_room(agreed, receipt.content["parameters"]["trained"])
+        refuse_without_room(agreed, saved)
     if guard.left_off:
         receipt.add("flash_kernel", built.kernel.facts())
         for name, facts in computed_layers(accelerator, built.assembled).items():
@@ -414,7 +415,6 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     give_back_cached_memory(device)
     log(str(worst))
     if agreed.writes and (grace := grace_period()) is not None:
-        saved = checkpoint_bytes(agreed.recipe.training, receipt.content["parameters"]["trained"])
         planned = planned_save(agreed.run_dir, saved, *grace)
         log(planned.warning)
         receipt.add("stop", planned.facts())
