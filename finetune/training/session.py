@@ -229,7 +229,7 @@ def build(opened: Session) -> Built:
     loading = dict(phases.seen)
     if recipe.measure_phases:
         for line in phases.lines(state.step):
-            run.write_metrics(line)
+            output.write_metrics(line)
     phases.take()
     phases.enabled = recipe.measure_phases
 
