@@ -21,13 +21,15 @@ from accelerate import Accelerator
 
 from finetune.errors import FinetuneError
 from finetune.finished_run import BOTH, FinishedRun, best_device, models_of
-from finetune.generation.generate import stop_on
+from finetune.generation.generate import may_share_a_batch, stop_on
+from finetune.generation.held_out import Batching
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
 from finetune.launch.rendezvous import rendezvous
 from finetune.measure.phases import give_back_cached_memory
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, strategy_of
+from finetune.run_folder.facts import read_run
 from finetune.strategies.accelerator import build_accelerator, check_launch, device_of, use_all_cores
 from finetune.strategies.assemble import WAITING, Assembled, assemble
 from finetune.strategies.pieces import Ranks, all_ranks
@@ -90,6 +92,12 @@ def _as_evaluated(recipe: Recipe) -> Recipe:
     if not torch.cuda.is_available():
         changes["budget"] = recipe.budget.model_copy(update={"gpus": 0})
     return recipe.model_copy(update=changes)
+
+
+def batching_of(run: FinishedRun, computing: Computing, *, alone: bool = False) -> Batching:
+    """How the run's model answers prompts: together in batches if its probe allows padding, and not `alone`."""
+    probed = read_run(run.folder, run.recipe).receipt.get("probe") if run.trained and not alone else None
+    return Batching(may_share_a_batch(probed or {}), computing.device, computing.ranks, computing.sharding is not None)
 
 
 def models_by_ranks(

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from finetune.answers.by_ranks import Computing, computing_ranks, models_by_ranks
+from finetune.answers.by_ranks import Computing, batching_of, computing_ranks, models_by_ranks
 from finetune.answers.endpoint import Endpoint, KeptAnswers, endpoint_answers, server_notes
 from finetune.answers.eval_request import EvalRequest, refuse_unknown_thresholds
 from finetune.answers.lm_eval_tasks import task_figures, tasks_in_words
@@ -45,11 +45,11 @@ from finetune.finished_run import (
     load_run_tokenizer,
     recipe_of_run,
 )
-from finetune.generation.generate import Answer, may_share_a_batch
+from finetune.generation.generate import Answer
 from finetune.generation.held_out import (
     Batching,
     ScoredSet,
-    conversations,
+    conversation,
     generated_answers,
     held_out_set,
     scores_on_all,
@@ -228,8 +228,8 @@ def _server_answers(
         if isinstance(question, General):
             requests = [(prompt.prompt, _plain_question(encoder, prompt.prompt)) for prompt in scored_set.prompts]
         else:
-            chats = conversations(run.recipe, encoder, scored_set)
-            requests = [(item.place, chat) for item, chat in zip(scored_set.items, chats, strict=True)]
+            rows = zip(scored_set.items, scored_set.contents, strict=True)
+            requests = [(item.place, conversation(content, encoder)) for item, content in rows]
         for name, model in endpoint.models().items():
 
             def show_model(text: str, name: str = name, rows: str = scored_set.name) -> None:
@@ -261,9 +261,8 @@ def _questions(
     recipe, questions, measured = run.recipe, list[Question](), list[str]()
     tokenizer = load_run_tokenizer(run)
     encoder = Encoder(tokenizer, recipe.data, recipe.model)
-    shared = may_share_a_batch(read_run(run.folder, recipe).receipt.get("probe") or {})
     arithmetic = partial(_arithmetic, run.recipe.training.mixed_precision, computing)
-    batching = Batching(shared, computing.device, computing.ranks, computing.sharding is not None)
+    batching = batching_of(run, computing)
     if request.endpoint is None and recipe.preferences is None and prepared is not None and prepared.eval is not None:
         questions.append(HeldOutLoss(run, computing, prepared))
     if request.generate:
@@ -276,6 +275,7 @@ def _questions(
                 metrics=request.metrics,
                 limit=request.limit,
                 max_new_tokens=request.max_new_tokens,
+                contents=True,
             )
             if request.endpoint is None and (
                 options := given_options(run, computing, encoder, scored_set, arithmetic, say)

@@ -24,7 +24,7 @@ from finetune.architecture import attention
 from finetune.data.chat import Chat, Passage, last_answer
 from finetune.errors import NotFinite
 from finetune.finished_run import FinishedRun
-from finetune.generation.held_out import ScoredSet, last_answer_turn, row_contents
+from finetune.generation.held_out import ScoredSet, last_answer_turn
 from finetune.model.build import attention_name
 from finetune.scoring.intervals import interval
 from finetune.scoring.metrics import options_among
@@ -163,8 +163,7 @@ def given_options(
 
     None if there are none, or a row has another answer, which is said.
     """
-    contents = row_contents(run.recipe, encoder, scored_set)
-    answers = [last_answer(content) for content in contents]
+    answers = [last_answer(content) for content in scored_set.contents]
     options = [*run.recipe.eval.options]
     if options:
         wrong = [item.place for item, answer in zip(scored_set.items, answers, strict=True) if answer not in options]
@@ -177,7 +176,7 @@ def given_options(
             return None
     encoded: list[IdsAndLabels] = []
     try:
-        for content in contents:
+        for content in scored_set.contents:
             encoded += _encoded(content, options, encoder)
     except RowError as error:  # an option makes the row longer than data.max_length
         say(f"given answers: not scored by probability; {error}")

@@ -101,7 +101,6 @@ class SampleRequest:
     metric: Metric | None = None
     scorer: str | None = None
     scorer_seconds: float = 10.0
-    without_held_out: bool = False
     endpoint: Endpoint | None = None  # a server that answers; no model is loaded
 
     def check(self) -> None:

@@ -369,6 +369,10 @@ _REMOVED = {
     ("doctor", "--gpu"): "in a checkout: python benchmarks/gpu.py proofs",
     ("fetch", ""): "finetune check RECIPE prints the lines of `hf download` that bring model and data",
     ("import", "--prove"): "docs/parity.md compares this kit's steps with other tools'; import without it",
+    (
+        "sample",
+        "--without-held-out",
+    ): "leave it out: prompts that the recipe holds out are never asked, and a line counts them",
 }
 
 

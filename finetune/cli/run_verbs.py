@@ -328,9 +328,6 @@ def sample(
         typer.Option(help="Prompts that are always or never right; may be repeated.", show_default=False),
     ] = None,
     thoughts: Annotated[bool, typer.Option("--thoughts/--no-thoughts", help="Rows with thinking blocks.")] = True,
-    without_held_out: Annotated[
-        bool, typer.Option("--without-held-out", help="Leave out prompts that the recipe holds out.")
-    ] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Share of the likeliest tokens.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of every draw.")] = 0,
@@ -382,7 +379,6 @@ def sample(
             metric=next(iter(metrics), None),
             scorer=scorer,
             scorer_seconds=scorer_seconds,
-            without_held_out=without_held_out,
             endpoint=_server(endpoint, model, None, run) if endpoint is not None else None,
         )
         request.check()

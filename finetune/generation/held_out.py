@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby, islice
 from typing import Any
@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.by_document import first_parameter
 from finetune.data.chat import Chat, Judged, Passage, documents_in
-from finetune.data.rows import ReadRow, RowReader
+from finetune.data.rows import RowReader
 from finetune.data.sources import asked_entry, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.generation.generate import (
@@ -61,7 +61,9 @@ class ScoredSet:
     metrics: list[Metric]
     max_new_tokens: int
     notes: list[str] = field(default_factory=list)
-    contents: list[Chat | Passage] = field(default_factory=list)  # the rows of a file; see `row_contents`
+    contents: list[Chat | Passage] = field(
+        default_factory=list
+    )  # each prompt's row, if `held_out_set` was asked for it
 
     def check(self) -> None:
         """Score the references against themselves. Raises DataError for those that a metric cannot read.
@@ -84,44 +86,50 @@ def held_out_set(
     metrics: Sequence[Metric] = (),
     limit: int | None = None,
     max_new_tokens: int | None = None,
+    contents: bool = False,
 ) -> ScoredSet:
     """The first held-out rows with an answer each, or the rows of a file.
 
     Args:
         file, metrics, limit, max_new_tokens: Win over the recipe's eval.generate.
+        contents: Held-out rows' contents too, as a file's.
 
     Raises DataError if there is no row to answer, or a reference that a metric cannot read.
     """
     section = recipe.eval.generate
     chosen = [*metrics] or [Metric.of(choice) for choice in section.choices]
     most, file = limit or section.limit, file or section.file
-    reads_rows = not chosen or any(metric.reads_the_row for metric in chosen)
     if file is not None:
-        rows, notes = _rows_of_file(recipe.data.train[0], file, encoder, most)
+        rows, notes = rows_of_file(recipe.data.train[0], file, encoder, most)
         name = file if isinstance(file, str) else file.path
     else:
         if prepared is None or not len(prepared.split.held_out):
             raise FinetuneError("data.eval: no row is held out; add data.eval: {fraction: 0.05}, or name a data file")
-        rows, notes = _held_out_rows(recipe, encoder, prepared, most, reads_rows=reads_rows)
+        columns = not chosen or any(metric.reads_the_row for metric in chosen)
+        rows, notes = held_out_rows(recipe, encoder, prepared, most, columns=columns, contents=contents)
         name = "held-out rows"
     if not rows:
         reason = "; ".join(notes) or "plain texts and train_on: all have no question"
         raise FinetuneError(f"{name}: no row has a question and an answer to score ({reason}); name other rows")
-    prompts, items, lengths, contents = (list(column) for column in zip(*rows, strict=True))
+    prompts, items, lengths, chats = (list(column) for column in zip(*rows, strict=True))
     longest = max(lengths)
     new_tokens = max_new_tokens or section.max_new_tokens or min(MOST_NEW_TOKENS, longest + longest // 4 + SPARE_TOKENS)
-    contents = contents if file is not None else []
-    scored_set = ScoredSet(name, prompts, items, chosen or fitting_metrics(items), new_tokens, notes, contents)
+    scored_set = ScoredSet(name, prompts, items, chosen or fitting_metrics(items), new_tokens, notes, chats)
     scored_set.check()
     return scored_set
 
 
-ScoredRow = tuple[SamplePrompt, Scored, int, Chat | Passage | None]  # the int: tokens of the reference
+ScoredRow = tuple[SamplePrompt, Scored, int, Any]  # the int: tokens of the reference; last, its Chat or Passage
 
 
-def _held_out_rows(
-    recipe: Recipe, encoder: Encoder, prepared: Prepared, most: int, *, reads_rows: bool
+def held_out_rows(
+    recipe: Recipe, encoder: Encoder, prepared: Prepared, most: int, *, columns: bool = False, contents: bool = False
 ) -> tuple[list[ScoredRow], list[str]]:
+    """The first held-out rows with a prompt, and notes about others.
+
+    With `columns` or `contents` the rows are read again. A row may have several examples. The prompt's tokens say which
+    one is meant. Raises FinetuneError if `contents` are asked for and a row has changed since it was tokenised.
+    """
     pool, longest = prepared.pool, recipe.data.max_length
     documents, notes = prepared.split.held_out, []
     if pool.desirable is not None:
@@ -134,58 +142,39 @@ def _held_out_rows(
         whole = [index for index in whole if len(pool.document(index)[0]) < longest]
         cut = len(documents) - len(whole)
         notes += [f"{counted(cut, 'held-out row')} left out, cut at data.max_length"] if cut else []
-    rows: list[ScoredRow] = []
+    rows, places = list[ScoredRow](), dict[str, set[int]]()  # of rows that are not read again yet
     for index in whole:
         if len(rows) == most:
             break
         ids, labels = pool.document(index)
-        if not has_prompt(labels):
+        if has_prompt(labels):
+            prompt = encoder.prompt_of(ids, labels)
+            item = Scored(prompt.reference or "", pool.place(index))
+            places.setdefault(item.place, set()).add(len(rows))
+            rows.append((prompt, item, len(ids) - len(prompt.prompt_ids), None))
+    read_again = chain.from_iterable(RowReader(resolve(entry)).rows() for entry in recipe.data.sets)
+    for row in read_again if places and (columns or contents) else ():
+        if row.place not in places:
             continue
-        prompt = encoder.prompt_of(ids, labels)
-        item = Scored(prompt.reference or "", pool.place(index))
-        rows.append((prompt, item, len(ids) - len(prompt.prompt_ids), None))
-    if reads_rows:
-        places, values = {item.place for _, item, _, _ in rows}, dict[str, Mapping[str, Any]]()
-        for row in _rows_at(places, recipe.data.sets):
-            values[row.place] = row.row.values or {}
-            if len(values) == len(places):  # the rest of a large data set is not read
-                break
-        rows = [(prompt, replace(item, row=values.get(item.place, {})), new, None) for prompt, item, new, _ in rows]
-    return rows, notes
-
-
-def _rows_at(places: set[str], entries: Sequence[DataSet]) -> Iterator[ReadRow]:
-    """The rows at these places."""
-    for entry in entries:
-        yield from (row for row in RowReader(resolve(entry)).rows() if row.place in places)
-
-
-def row_contents(recipe: Recipe, encoder: Encoder, scored_set: ScoredSet) -> list[Chat | Passage]:
-    """Each prompt's chat or text with its answer; held-out rows are read again.
-
-    A row may have several examples. The prompt's tokens say which one is meant. Raises FinetuneError if a row has
-    changed since.
-    """
-    if scored_set.contents:
-        return scored_set.contents
-    contents: dict[int, Chat | Passage] = {}
-    indices: dict[str, list[int]] = {}
-    for index, item in enumerate(scored_set.items):
-        indices.setdefault(item.place, []).append(index)
-    for row in _rows_at({*indices}, recipe.data.sets):
-        for example in encoder.examples(row.read) if row.read is not None else ():
-            content = documents_in(example)[0]
+        examples: list[tuple[Chat | Passage, list[int]]] = []
+        for example in encoder.examples(row.read) if contents and row.read is not None else ():
             with suppress(RowError):
-                document = encoder.document(content)
-                for index in indices[row.place]:
-                    ids = scored_set.prompts[index].prompt_ids
-                    if document.input_ids[: len(ids)] == ids:
-                        contents.setdefault(index, content)
-        if len(contents) == len(scored_set.items):
+                content = documents_in(example)[0]
+                examples.append((content, encoder.document(content).input_ids))
+        for index in [*places[row.place]]:
+            prompt, item, new, _ = rows[index]
+            begin = prompt.prompt_ids
+            same = next((content for content, tokens in examples if tokens[: len(begin)] == begin), None)
+            if same is not None or not contents:
+                rows[index] = prompt, Scored(item.reference, item.place, row.row.values or {}), new, same
+                places[row.place].remove(index)
+        if not places[row.place]:
+            del places[row.place]
+        if not places:  # the rest of a large data set is not read
             break
-    if missing := [item.place for index, item in enumerate(scored_set.items) if index not in contents]:
-        raise FinetuneError(f"{missing[0]}: this row is not as it was when the data was tokenised; run it again")
-    return [contents[index] for index in range(len(scored_set.items))]
+    if places and contents:
+        raise FinetuneError(f"{min(places)}: this row is not as it was when the data was tokenised; run it again")
+    return rows, notes
 
 
 def last_answer_turn(chat: Chat) -> int:
@@ -194,20 +183,15 @@ def last_answer_turn(chat: Chat) -> int:
     return max(index for index, (turn, supervised) in turns if turn["role"] == "assistant" and supervised)
 
 
-def conversations(recipe: Recipe, encoder: Encoder, scored_set: ScoredSet) -> list[Chat | Passage]:
-    """Each prompt's conversation, up to its last supervised answer, as a server gets it."""
-    chats: list[Chat | Passage] = []
-    for content in row_contents(recipe, encoder, scored_set):
-        if isinstance(content, Chat):
-            last, variables = last_answer_turn(content), encoder.variables_for_server(content.template_kwargs)
-            content = Chat(content.messages[:last], content.tools, content.supervised[:last], variables)
-        chats.append(content)
-    return chats
+def conversation(content: Chat | Passage, encoder: Encoder) -> Chat | Passage:
+    """A row's conversation up to its last supervised answer, as a server gets it."""
+    if isinstance(content, Passage):
+        return content
+    last, variables = last_answer_turn(content), encoder.variables_for_server(content.template_kwargs)
+    return Chat(content.messages[:last], content.tools, content.supervised[:last], variables)
 
 
-def _rows_of_file(
-    entry: DataSet, file: str | DataSet, encoder: Encoder, most: int
-) -> tuple[list[ScoredRow], list[str]]:
+def rows_of_file(entry: DataSet, file: str | DataSet, encoder: Encoder, most: int) -> tuple[list[ScoredRow], list[str]]:
     """The rows of a data file, read as `entry` is. Raises DataError with every mistake.
 
     A question that comes twice is asked twice. If `entry` drops rows with an empty cell, a note counts them.
