@@ -1,6 +1,6 @@
 """`finetune eval`: held-out loss, scored answers and benchmarks of the base and the tuned model.
 
-`evaluate_finished` loads each model once and asks it the questions of the request: HeldOutLoss, Scores, General.
+`evaluate_finished` loads each model once and asks it the questions of the request: HeldOutLoss, OptionScores, Scores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -22,7 +22,7 @@ from finetune.answers.by_ranks import Computing, batching_of, computing_ranks, m
 from finetune.answers.endpoint import Endpoint, KeptAnswers, endpoint_answers, server_notes
 from finetune.answers.eval_request import EvalRequest, refuse_unknown_thresholds
 from finetune.answers.lm_eval_tasks import task_figures, tasks_in_words
-from finetune.answers.options import given_options
+from finetune.answers.options import OptionScores, given_options
 from finetune.answers.own_scorer import OwnScorer
 from finetune.answers.scores import (
     BELOW_THRESHOLD,
@@ -133,20 +133,6 @@ def evaluate_finished(
     return result
 
 
-class Question(Protocol):
-    """Something that is asked of the base and of the tuned model."""
-
-    @property
-    def key(self) -> str:
-        """Its place in eval.json."""
-
-    def ask(self, model: Assembled, name: str, show: _Say) -> Any:
-        """One model's loss, or its answers, on every rank. `name` is base or tuned."""
-
-    def compare(self, base: Any, tuned: Any) -> QuestionResult:
-        """Both models' losses or answers side by side."""
-
-
 def measure(
     run: FinishedRun, computing: Computing, request: EvalRequest, say: _Say, show: _Say
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -207,7 +193,7 @@ def _model_answers(
 
         with fitting(computing.device, run, computing.ranks.world):
             for question in questions:
-                if name == "tuned" and isinstance(question, Scores | General) and computing.sharding is None:
+                if name == "tuned" and isinstance(question, Scores) and computing.sharding is None:
                     answer_with_fewer_kernels(model.unwrapped_model)
                 answers[question.key][name] = question.ask(model, name, show_model)
         del model  # the next one takes its place on the device
@@ -225,11 +211,8 @@ def _server_answers(
     answers: dict[str, dict[str, Any]] = {question.key: {"base": None} for question in questions}
     for question in questions:
         scored_set = question.scored_set
-        if isinstance(question, General):
-            requests = [(prompt.prompt, _plain_question(encoder, prompt.prompt)) for prompt in scored_set.prompts]
-        else:
-            rows = zip(scored_set.items, scored_set.contents, strict=True)
-            requests = [(item.place, conversation(content, encoder)) for item, content in rows]
+        rows = zip(scored_set.items, scored_set.contents, strict=True)
+        requests = [(item.place, conversation(content, encoder)) for item, content in rows]
         for name, model in endpoint.models().items():
 
             def show_model(text: str, name: str = name, rows: str = scored_set.name) -> None:
@@ -246,12 +229,6 @@ def _server_answers(
                 say(f"{name}: {note}")
             answers[question.key][name] = replies
     return answers
-
-
-def _plain_question(encoder: Encoder, text: str) -> Chat | Passage:
-    if encoder.has_template:
-        return Chat([{"role": "user", "content": text}], None, [False], encoder.variables_for_server())
-    return Passage(text, "")
 
 
 def _questions(
@@ -282,7 +259,7 @@ def _questions(
             ):
                 questions.append(options)
                 measured.append(options.key)
-            questions.append(Scores(tokenizer, batching, scored_set, say))
+            questions.append(Scores("scores", tokenizer, batching, scored_set, say))
             measured += [metric.name for metric in scored_set.metrics]
         except FinetuneError as error:
             # Texts without answers have a loss, and nothing to generate. Only a wish for scores makes that a mistake.
@@ -296,7 +273,18 @@ def _questions(
                 raise
             say(f"no answers are scored: {error}")
     if request.general:
-        questions.append(General(tokenizer, batching, _general_set(encoder), say))
+        rows = general_rows()
+        try:
+            prompts = [encoder.sample_prompt(row.prompt) for row in rows]
+        except RowError as error:
+            raise FinetuneError(f"--general: the chat template refuses a plain question: {error}") from None
+        items, contents = [row.item for row in rows], list[Chat | Passage]()
+        for row in rows:  # as a server is asked
+            turns = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": ""}]
+            chat = Chat(turns, None, [False, True], recipe.data.chat_template_kwargs)
+            contents.append(chat if encoder.has_template else Passage(row.prompt, ""))
+        general = ScoredSet("general questions", prompts, items, [], GENERAL_TOKENS, [], contents)
+        questions.append(Scores("general", tokenizer, batching, general, say))
         measured.append("general")
     refuse_unknown_thresholds(request.fail_under, measured)
     return questions
@@ -334,8 +322,9 @@ class HeldOutLoss:
         figures = {
             "documents": self.prepared.facts["eval_documents"],
             "tokens": int(self.prepared.eval.supervised.sum()),
-            "base": {"loss": base, "perplexity": _perplexity(base)},
-            "tuned": {"loss": tuned, "perplexity": _perplexity(tuned)},
+            # exp(710) overflows a double.
+            "base": {"loss": base, "perplexity": math.exp(min(base, 700.0))},
+            "tuned": {"loss": tuned, "perplexity": math.exp(min(tuned, 700.0))},
             "recorded": exported["loss"] if exported else None,
         }
         return QuestionResult(figures, held_out_in_words(figures))
@@ -343,13 +332,13 @@ class HeldOutLoss:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scored answers to held-out rows, or to the rows of a file."""
+    """Scored answers to held-out rows, to the rows of a file, or to general questions: what was forgotten?"""
 
+    key: Literal["scores", "general"]
     tokenizer: PreTrainedTokenizerBase
     batching: Batching
     scored_set: ScoredSet
     say: _Say
-    key = "scores"
 
     def ask(self, model: Assembled, name: str, show: _Say) -> list[Answer]:
         return generated_answers(model.unwrapped_model, self.tokenizer, self.scored_set, self.batching, show, self.say)
@@ -357,8 +346,18 @@ class Scores:
     def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
         """Without the base's answers, the tuned model's scores alone."""
         scored_set, answers = self.scored_set, {"tuned": tuned} if base is None else {"base": base, "tuned": tuned}
+        texts = [[answer.text for answer in replies] for replies in answers.values()]
+        if self.key == "general":
+            questions = general_rows()
+            shares = [general_scores(questions, of_model) for of_model in texts]
+            kinds = {}
+            for kind in dict.fromkeys(row.kind for row in questions):
+                places = [place for place, row in enumerate(questions) if row.kind == kind]
+                kinds[kind] = compared(*([scores[place] for place in places] for scores in shares))
+            figures = {"rows": len(questions), "all": compared(*shares, answers=texts), "kinds": kinds}
+            return QuestionResult(figures, general_in_words(figures))
         scored = {name: scores_on_all(scored_set, replies, self.batching.ranks) for name, replies in answers.items()}
-        metrics, texts = {}, [[answer.text for answer in replies] for replies in answers.values()]
+        metrics = {}
         for metric in scored_set.metrics:
             by_model = [scores[metric.name] for scores in scored.values()]
             metrics[metric.name] = {**metric.options, **compared(*by_model, answers=texts)}
@@ -381,39 +380,7 @@ class Scores:
         return QuestionResult(figures, scores_in_words(figures), rows)
 
 
-@dataclass(frozen=True)
-class General:
-    """Answers to general questions: what was forgotten?"""
-
-    tokenizer: PreTrainedTokenizerBase
-    batching: Batching
-    scored_set: ScoredSet
-    say: _Say
-    key = "general"
-
-    def ask(self, model: Assembled, name: str, show: _Say) -> list[Answer]:
-        return generated_answers(model.unwrapped_model, self.tokenizer, self.scored_set, self.batching, show, self.say)
-
-    def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
-        questions = general_rows()
-        texts = [[answer.text for answer in replies] for replies in (base, tuned) if replies is not None]
-        scored = [general_scores(questions, answers) for answers in texts]
-        kinds = {}
-        for kind in dict.fromkeys(row.kind for row in questions):
-            places = [place for place, row in enumerate(questions) if row.kind == kind]
-            kinds[kind] = compared(*([scores[place] for place in places] for scores in scored))
-        figures = {"rows": len(questions), "all": compared(*scored, answers=texts), "kinds": kinds}
-        return QuestionResult(figures, general_in_words(figures))
-
-
-def _general_set(encoder: Encoder) -> ScoredSet:
-    """The general questions as prompts. Raises FinetuneError if the chat template refuses one."""
-    rows = general_rows()
-    try:
-        prompts = [encoder.sample_prompt(row.prompt) for row in rows]
-    except RowError as error:
-        raise FinetuneError(f"--general: the chat template refuses a plain question: {error}") from None
-    return ScoredSet("general questions", prompts, [row.item for row in rows], [], GENERAL_TOKENS)
+Question = HeldOutLoss | OptionScores | Scores
 
 
 def _arithmetic(mixed_precision: str, computing: Computing) -> AbstractContextManager[Any]:
@@ -422,10 +389,6 @@ def _arithmetic(mixed_precision: str, computing: Computing) -> AbstractContextMa
     if compute is None or computing.sharding is not None:
         return nullcontext()
     return torch.autocast(computing.device.type, compute)
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))  # exp(710) overflows a double
 
 
 def held_out_in_words(figures: dict[str, Any]) -> str:
