@@ -27,6 +27,7 @@ from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
 from finetune.launch.rendezvous import rendezvous
 from finetune.measure.phases import give_back_cached_memory
+from finetune.model.dtypes import COMPUTE
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, strategy_of
 from finetune.run_folder.facts import read_run
@@ -48,6 +49,13 @@ class Computing:
     accelerator: Accelerator | None = None  # of several ranks
     launch: Launch | None = None
     sharding: Strategy | None = None  # None: each rank has the whole model
+
+    def autocast(self, recipe: Recipe) -> AbstractContextManager[Any]:
+        """The arithmetic of the training's evaluations. A sharding strategy's model computes in its own format."""
+        compute = COMPUTE[recipe.training.mixed_precision]
+        if compute is None or self.sharding is not None:
+            return nullcontext()
+        return torch.autocast(self.device.type, compute)
 
 
 @contextmanager

@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
@@ -58,12 +56,11 @@ from finetune.hand_over.export_step import run_at
 from finetune.launch.launcher import Launch
 from finetune.measure.metrics import evaluation_in_words
 from finetune.model.build import attention_name
-from finetune.model.dtypes import COMPUTE
 from finetune.model.new_tokens import load_tokenizer
 from finetune.run_folder.facts import EVAL_KEPT, read_run, require_run_folder
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
 from finetune.scoring.general import general_rows, general_scores
-from finetune.scoring.metrics import Metric
+from finetune.scoring.metrics import Metric, Scored
 from finetune.strategies.assemble import Assembled
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import Encoder, RowError
@@ -238,7 +235,6 @@ def _questions(
     recipe, questions, measured = run.recipe, list[Question](), list[str]()
     tokenizer = load_run_tokenizer(run)
     encoder = Encoder(tokenizer, recipe.data, recipe.model)
-    arithmetic = partial(_arithmetic, run.recipe.training.mixed_precision, computing)
     batching = batching_of(run, computing)
     if request.endpoint is None and recipe.preferences is None and prepared is not None and prepared.eval is not None:
         questions.append(HeldOutLoss(run, computing, prepared))
@@ -254,9 +250,8 @@ def _questions(
                 max_new_tokens=request.max_new_tokens,
                 contents=True,
             )
-            if request.endpoint is None and (
-                options := given_options(run, computing, encoder, scored_set, arithmetic, say)
-            ):
+            options = given_options(run, computing, encoder, scored_set, say) if request.endpoint is None else None
+            if options is not None:
                 questions.append(options)
                 measured.append(options.key)
             questions.append(Scores("scores", tokenizer, batching, scored_set, say))
@@ -278,7 +273,7 @@ def _questions(
             prompts = [encoder.sample_prompt(row.prompt) for row in rows]
         except RowError as error:
             raise FinetuneError(f"--general: the chat template refuses a plain question: {error}") from None
-        items, contents = [row.item for row in rows], list[Chat | Passage]()
+        items, contents = [Scored(row.item.reference, row.prompt) for row in rows], list[Chat | Passage]()
         for row in rows:  # as a server is asked
             turns = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": ""}]
             chat = Chat(turns, None, [False, True], recipe.data.chat_template_kwargs)
@@ -306,7 +301,7 @@ class HeldOutLoss:
         accelerator = computing.accelerator or Accelerator(cpu=computing.device.type == "cpu")
         flat, ranks = attention_name(recipe) == attention.NAME, computing.ranks
         plan = plan_batches(recipe, len(self.prepared.train), world_size=ranks.world, rank=ranks.rank, flat=flat)
-        with _arithmetic(recipe.training.mixed_precision, computing):
+        with computing.autocast(recipe):
             try:
                 return evaluate(accelerator, model.model, rows, plan, objective_of(recipe), show=show)["loss"]
             except NotFinite:  # its text is about a training
@@ -381,14 +376,6 @@ class Scores:
 
 
 Question = HeldOutLoss | OptionScores | Scores
-
-
-def _arithmetic(mixed_precision: str, computing: Computing) -> AbstractContextManager[Any]:
-    """The autocast of the training's own evaluations. A sharding strategy's model computes in its own number format."""
-    compute = COMPUTE[mixed_precision]
-    if compute is None or computing.sharding is not None:
-        return nullcontext()
-    return torch.autocast(computing.device.type, compute)
 
 
 def held_out_in_words(figures: dict[str, Any]) -> str:

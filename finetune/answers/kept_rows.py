@@ -194,7 +194,7 @@ def sampled_figures(lines: Sequence[Line], options: KeepOptions) -> dict[str, An
     right = [[options.is_right(answer) for answer in line["answers"] if answer["score"] is not None] for line in lines]
     right = [verdicts for verdicts in right if verdicts]
     count = len(lines[0]["answers"])
-    ks = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
+    ks = sorted({*(2**power for power in range(count.bit_length())), count})
     chances = {k: [pass_at(sum(prompt), len(prompt), k) for prompt in right if len(prompt) >= k] for k in ks}
     lengths: dict[str, dict[str, float]] = {}
     for name, is_right in (("right", True), ("wrong", False)):

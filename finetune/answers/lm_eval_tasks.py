@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +57,12 @@ def task_figures(
         generates = task.OUTPUT_TYPE == "generate_until"
         uses = generates if request.chat_template is None else request.chat_template
         templated[name] = bool(tokenizer.chat_template) and uses
-    say(_template_in_words(templated))
+    parts = []
+    for uses, words in ((True, "used for"), (False, "not used for")):
+        if names := [name for name, used in templated.items() if used is uses]:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            parts.append(f"{words} {', '.join(names[:4])}{more}")
+    say(f"chat template: {'; '.join(parts)} (--chat-template or --no-chat-template changes it)")
     figures: dict[str, Any] = {"chat_template": templated}
     for which, model in models_of(run, device, with_loss=False):
         language_model = HFLM(pretrained=model, tokenizer=tokenizer, device=str(device))
@@ -91,19 +96,6 @@ def task_figures(
             }
         del model, language_model  # the next one takes its place on the device
     return figures
-
-
-def _template_in_words(templated: Mapping[str, bool]) -> str:
-    """A line that names the tasks with and without the chat template."""
-    parts = []
-    for uses, words in ((True, "used for"), (False, "not used for")):
-        names = [name for name, used in templated.items() if used is uses]
-        if names:
-            shown = ", ".join(names[:4])
-            if len(names) > 4:
-                shown += f" and {len(names) - 4} more"
-            parts.append(f"{words} {shown}")
-    return f"chat template: {'; '.join(parts)} (--chat-template or --no-chat-template changes it)"
 
 
 def tasks_in_words(figures: dict[str, Any]) -> str:

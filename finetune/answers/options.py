@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +43,6 @@ class OptionScores:
     """Every option of every row as a document. `ask` gives their probabilities."""
 
     run: FinishedRun
-    arithmetic: Callable[[], AbstractContextManager[Any]]  # a training evaluation's autocast
     computing: Computing
     name: str  # of the rows
     options: Sequence[str]
@@ -62,14 +60,12 @@ class OptionScores:
         lengths = np.asarray([len(ids) for ids, _ in self.encoded])
         flat = attention_name(recipe) == attention.NAME
         plan = plan_batches(recipe, len(lengths), world_size=ranks.world, rank=ranks.rank, flat=flat)
-        groups = (
-            pack(lengths, max(recipe.data.max_length, int(lengths.max())))
-            if flat
-            else [[at] for at in range(len(lengths))]
-        )
+        groups = [[place] for place in range(len(lengths))]
+        if flat:
+            groups = pack(lengths, max(recipe.data.max_length, int(lengths.max())))
         batches = answer_batches(replace(plan, per_device_batch_size=1), self, groups)
         sums = np.zeros(len(lengths))
-        with torch.no_grad(), self.arithmetic():
+        with torch.no_grad(), self.computing.autocast(recipe):
             on_device = prefetch([inputs.batch for inputs in batches], self.computing.device, True)
             for number, (batch, inputs) in enumerate(zip(on_device, batches, strict=True), 1):
                 show(f"given answers: micro-batch {number} of {len(batches)}")
@@ -156,7 +152,6 @@ def given_options(
     computing: Computing,
     encoder: Encoder,
     scored_set: ScoredSet,
-    arithmetic: Callable[[], AbstractContextManager[Any]],
     say: Callable[[str], None],
 ) -> OptionScores | None:
     """The options of these rows: those of eval.options, or their own answers if those are few, short and repeated.
@@ -175,34 +170,25 @@ def given_options(
         if not options:
             return None
     encoded: list[IdsAndLabels] = []
-    try:
-        for content in scored_set.contents:
-            encoded += _encoded(content, options, encoder)
-    except RowError as error:  # an option makes the row longer than data.max_length
-        say(f"given answers: not scored by probability; {error}")
-        return None
+    for content in scored_set.contents:
+        # The row with each option in the place of its answer. Only the option and the end of its turn are supervised.
+        if isinstance(content, Passage):
+            rows: list[Chat | Passage] = [Passage(content.prompt, option) for option in options]
+        else:
+            last = last_answer_turn(content)
+            turns = [[*content.messages[:last], content.messages[last] | {"content": option}] for option in options]
+            rows = [replace(content, messages=messages, supervised=[False] * last + [True]) for messages in turns]
+        # Together, so that all of them begin with the same tokens.
+        try:
+            documents = encoder.tokenised([[encoder.script(row) for row in rows]])[0]
+        except RowError as error:
+            documents = error
+        if isinstance(documents, RowError):  # an option makes the row longer than data.max_length
+            say(f"given answers: not scored by probability; {documents}")
+            return None
+        for document in documents:
+            ids, labels = np.asarray(document.input_ids), np.asarray(document.labels)
+            labels[: len(encoder.prompt_of(ids, labels).prompt_ids)] = IGNORE
+            encoded.append((ids, labels))
     right = [options.index(answer) for answer in answers]
-    return OptionScores(run, arithmetic, computing, scored_set.name, options, right, encoded)
-
-
-def _encoded(content: Chat | Passage, options: Sequence[str], encoder: Encoder) -> list[IdsAndLabels]:
-    """The row with each option in the place of its answer. Only the option and the end of its turn are supervised."""
-    rows: list[Chat | Passage] = (
-        [Passage(content.prompt, option) for option in options] if isinstance(content, Passage) else []
-    )
-    if isinstance(content, Chat):
-        last = last_answer_turn(content)
-        flags = [False] * last + [True]
-        for option in options:
-            messages = [*content.messages[:last], content.messages[last] | {"content": option}]
-            rows.append(replace(content, messages=messages, supervised=flags))
-    # Together, so that all of them begin with the same tokens.
-    documents = encoder.tokenised([[encoder.script(row) for row in rows]])[0]
-    if isinstance(documents, RowError):
-        raise documents
-    encoded = []
-    for document in documents:
-        ids, labels = np.asarray(document.input_ids), np.asarray(document.labels)
-        labels[: len(encoder.prompt_of(ids, labels).prompt_ids)] = IGNORE
-        encoded.append((ids, labels))
-    return encoded
+    return OptionScores(run, computing, scored_set.name, options, right, encoded)

@@ -6,7 +6,7 @@ ways to multiply them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,13 +137,25 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
     saved_dtypes = [(layer, layer.compute_dtype) for layer in quantized if hasattr(layer, "compute_dtype")]
     for layer, _ in saved_dtypes:
         layer.compute_dtype = torch.float32
-    for module in model.modules():
+    stored: dict[nn.Parameter, Tensor] = {}
+
+    def narrow(module: nn.Module) -> list[nn.Parameter]:
         own = module.parameters(recurse=False)
-        narrow = [parameter for parameter in own if parameter.is_floating_point() and parameter.dtype != torch.float32]
-        if module not in quantized and narrow:
-            widen, narrow_again = _hooks(narrow)
-            handles.append(module.register_forward_pre_hook(widen))
-            handles.append(module.register_forward_hook(narrow_again))
+        return [parameter for parameter in own if parameter.is_floating_point() and parameter.dtype != torch.float32]
+
+    def widen(module: nn.Module, *_: Any) -> None:
+        for parameter in narrow(module):
+            stored[parameter] = parameter.data
+            parameter.data = parameter.data.float()
+
+    def narrow_again(module: nn.Module, *_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter in stored:
+                parameter.data = stored.pop(parameter)
+
+    for module in model.modules():
+        if module not in quantized and narrow(module):
+            handles += [module.register_forward_pre_hook(widen), module.register_forward_hook(narrow_again)]
     try:
         yield
     finally:
@@ -151,20 +163,3 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
             handle.remove()
         for layer, dtype in saved_dtypes:
             layer.compute_dtype = dtype
-
-
-def _hooks(parameters: Sequence[nn.Parameter]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """A hook that makes the parameters float32 before a layer computes, and one that puts the stored data back."""
-    stored: list[Tensor] = []
-
-    def widen(*_: Any) -> None:
-        for parameter in parameters:
-            stored.append(parameter.data)
-            parameter.data = parameter.data.float()
-
-    def narrow_again(*_: Any) -> None:
-        for parameter, data in zip(parameters, stored, strict=True):
-            parameter.data = data
-        stored.clear()
-
-    return widen, narrow_again

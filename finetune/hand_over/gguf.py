@@ -188,8 +188,14 @@ def _converted(
         elif "No space left" in lines[-1]:
             remedy = "free some space"
         raise FinetuneError(f"{place} refused: {one_line(lines[-1].strip(), 300)}; {remedy}")
-    facts = _facts_in(output)
-    if facts is None or not file.is_file():
+    facts: dict[str, Any] = {}
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        # The JSON object in the last line, if it is the one that gguf_script.py prints.
+        printed = json.loads((output.strip().splitlines() or [""])[-1])
+        kinds = {"tensors": dict, "unfitting": int, "not_finite": str | None, "add_bos": bool | None}
+        if all(isinstance(printed[key], kind) for key, kind in kinds.items()):
+            facts = printed
+    if not facts or not file.is_file():
         raise FinetuneError(f"{place} ended without saying what it wrote; {newer}")
     if tensor := facts.pop("not_finite"):
         raise FinetuneError(
@@ -197,18 +203,6 @@ def _converted(
             "serve this folder with an engine that computes in bfloat16"
         )
     return facts
-
-
-def _facts_in(output: str) -> dict[str, Any] | None:
-    """The JSON object in the output's last line; None if it is not the one that `gguf_script.py` prints."""
-    try:
-        facts = json.loads((output.strip().splitlines() or [""])[-1])
-        kinds = {"tensors": dict, "unfitting": int, "not_finite": str | None, "add_bos": bool | None}
-        if all(isinstance(facts[key], kind) for key, kind in kinds.items()):
-            return dict(facts)
-    except (ValueError, LookupError, TypeError, RecursionError):
-        pass
-    return None
 
 
 def describe_gguf(facts: Mapping[str, Any]) -> str:

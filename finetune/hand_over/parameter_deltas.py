@@ -12,13 +12,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
+from finetune.hand_over.weight_files import load_adapter
 from finetune.model.adapters import silenced_peft
 from finetune.model.quantization import as_quantized
 from finetune.recipe.schema import Recipe
@@ -151,15 +152,9 @@ def _delta(parameter: AdaptedParameter, settings: Mapping[str, Any], read: Calla
     config = LoraConfig(target_modules=[], target_parameters=["owner.held"], **settings)
     with silenced_peft():
         adapted: Any = get_peft_model(holder, config)
-    state = {f"base_model.model.owner.lora_{name}": read(key) for name, key in parameter.keys.items()}
-    try:
-        result: Any = set_peft_model_state_dict(adapted, state)
-    except (RuntimeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise FinetuneError(
-            f"{parameter.path}: the adapter does not fit this base: {reason}; name its own base"
-        ) from error
-    assert not result.unexpected_keys, result.unexpected_keys
+    tensors = {f"owner.lora_{name}": read(key) for name, key in parameter.keys.items()}
+    loaded = load_adapter(adapted, parameter.path, tensors)
+    assert not loaded.unexpected_keys, loaded.unexpected_keys
     delta: Tensor = adapted.merge_and_unload().owner.held.detach()
     if not delta.isfinite().all():
         raise FinetuneError(f"{parameter.path}: the adapter's numbers are not finite; nothing is merged")
