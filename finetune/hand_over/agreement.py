@@ -73,10 +73,6 @@ class Reference:
     logits: list[Tensor] = field(repr=False)  # float32 [compared, vocabulary] each, on the host
     adapter: Agreement = field(default_factory=Agreement)
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(document.targets) for document in self.documents)
-
 
 def documents_to_compare(prepared: Prepared, count: int, vocabulary: int) -> list[ComparedDocument]:
     """The first held-out documents, or training documents if none are held out, with tokens spread over the answers."""

@@ -44,7 +44,10 @@ def export_for(run_dir: Path, engine: str, to: Path | None, say: Callable[[str],
     """Write what an engine reads, and say the command that serves it. Raises FinetuneError."""
     if engine not in ("ollama", "llama.cpp"):
         facts = hand_over(run_dir, engine, to, say)  # type: ignore[arg-type]  # the verb checked it
-        say(describe_hand_over(facts))
+        lines = [f"for {engine}, {facts['words']}: {facts['folder']}", *(f"note: {note}" for note in facts["notes"])]
+        if facts["command"] != facts["ask"]:
+            lines += ["serve it:", f"  {facts['command']}"]
+        say("\n".join([*lines, "ask it:", f"  {facts['ask']}"]))
         return facts
     if to is not None:
         raise FinetuneError(f"--to: --for {engine} writes gguf/ in the run's folder; leave --to out")
@@ -142,15 +145,6 @@ def hand_over(
         write_record(temporary, SERVING_RECORD, record)
         publish_folder(temporary, folder)
     return {"folder": str(folder), **record}
-
-
-def describe_hand_over(facts: Mapping[str, Any]) -> str:
-    """The verb's output."""
-    lines = [f"for {facts['engine']}, {facts['words']}: {facts['folder']}"]
-    lines += [f"note: {note}" for note in facts["notes"]]
-    if facts["command"] != facts["ask"]:
-        lines += ["serve it:", f"  {facts['command']}"]
-    return "\n".join([*lines, "ask it:", f"  {facts['ask']}"])
 
 
 def _scaled_positions(recipe: Recipe) -> dict[str, Any]:

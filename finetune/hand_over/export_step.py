@@ -128,10 +128,8 @@ def _checkpoint_at(run_dir: Path, step: int) -> Checkpoint:
         )
     checkpoint = examine(folder)
     if isinstance(checkpoint, str):
-        others = [str(other) for other in checkpoint_steps(run_dir) if other != step]
-        remedy = "it is the only one: resume or repeat the run"
-        if others:
-            remedy = f"name another step: {', '.join(others)}"
+        others = ", ".join(str(other) for other in checkpoint_steps(run_dir) if other != step)
+        remedy = f"name another step: {others}" if others else "it is the only one: resume or repeat the run"
         raise FinetuneError(f"{folder}: damaged, not exported: {checkpoint}; {remedy}")
     return checkpoint
 

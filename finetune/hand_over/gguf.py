@@ -108,13 +108,8 @@ def hand_over_gguf(run_dir: Path, engine: Engine, say: Say) -> dict[str, Any]:
         run = finished_run(run_dir)
         go_template(run, load_run_tokenizer(run))
     facts = write_gguf(run_dir, "q8_0", say)
-    file = facts["modelfile"] if engine == "ollama" else facts["file"]
-    return {
-        "folder": str(run_dir / "gguf"),
-        "file": file,
-        "command": facts["commands"][engine],
-        "notes": facts["notes"],
-    }
+    file, command = facts["modelfile"] if engine == "ollama" else facts["file"], facts["commands"][engine]
+    return {"folder": str(run_dir / "gguf"), "file": file, "command": command, "notes": facts["notes"]}
 
 
 def converter() -> Path:

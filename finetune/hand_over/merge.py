@@ -14,11 +14,7 @@ from transformers import AutoConfig
 from finetune.errors import FinetuneError
 from finetune.files import check_output, making, publish_folder
 from finetune.finished_run import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
-from finetune.hand_over.agreement import (
-    agreement_with,
-    documents_to_compare,
-    run_reference,
-)
+from finetune.hand_over.agreement import agreement_with, documents_to_compare, run_reference
 from finetune.hand_over.merged_weights import Merge, plan_merge, write_merged
 from finetune.hand_over.own_folder import refuse_foreign, write_record
 from finetune.model.new_tokens import load_tokenizer
@@ -132,7 +128,7 @@ def _verify(
     return {
         "documents": len(documents),
         "held_out": bool(len(prepared.split.held_out)),
-        "tokens": reference.tokens,
+        "tokens": reference.adapter.tokens,
         "adapter": reference.adapter.as_json(),
         "candidates": {kind: merged.as_json()},  # earlier releases compared two
         "base": base.as_json(),

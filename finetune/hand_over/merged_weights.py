@@ -114,7 +114,17 @@ class Merge:
         layer, adapter = name.removesuffix(".weight"), self.adapter
         # First the weight as training had it, frozen; then the adapter's sum; then new tokens' rows.
         if layer in self.quantized:
-            weight = self._quantized(layer, weight, dequantized=dequantized)
+            # PiSSA and OLoRA subtract their start s B0 A0 from the dequantised weight D, and quantise the remainder R:
+            #     dequantized   Q(R): the bits that training had
+            #     own           W + (R - D) = W - s B0 A0
+            assert self.recipe.quantization is not None
+            rounded = as_quantized(weight, self.recipe.quantization)
+            if layer in adapter.layers and adapter.moves_the_base:
+                remainder = adapter.start(layer, rounded.float())  # peft subtracts in float32
+                own = weight.float() + (remainder - rounded.float())
+                weight = as_quantized(remainder, self.recipe.quantization) if dequantized else own
+            elif dequantized:
+                weight = rounded
         elif layer in adapter.layers:
             weight = adapter.start(layer, weight)
         elif dequantized and name in self.packed.names:
@@ -132,23 +142,6 @@ class Merge:
         grown[: len(weight)] = weight
         grown[rows] = adapter.read(key).to(dtype)
         return grown
-
-    def _quantized(self, layer: str, weight: Tensor, *, dequantized: bool) -> Tensor:
-        """The frozen weight, before its adapter, for a layer that training had quantised.
-
-        PiSSA and OLoRA subtract their start s B0 A0 from the dequantised weight D, and quantise the remainder R:
-
-            dequantized   Q(R): the bits that training had
-            own           W + (R - D) = W - s B0 A0
-        """
-        assert self.recipe.quantization is not None
-        rounded = as_quantized(weight, self.recipe.quantization)
-        if layer not in self.adapter.layers or not self.adapter.moves_the_base:
-            return rounded if dequantized else weight
-        remainder = self.adapter.start(layer, rounded.float())  # peft subtracts in float32
-        if dequantized:
-            return as_quantized(remainder, self.recipe.quantization)
-        return weight.float() + (remainder - rounded.float())
 
 
 def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:

@@ -135,27 +135,21 @@ def parameter_deltas(
     file_name: Callable[[str], str],
 ) -> FileTensors:
     """The sums that an adapter adds to parameters, float32."""
-    adapted = {parameter.path: parameter for parameter in parameters}
+    by_path = {parameter.path: parameter for parameter in parameters}
 
     def delta(path: str) -> Tensor:
-        return _delta(adapted[path], settings_of(path), read)
+        """By peft's own merging into zeros with the parameter's shape."""
+        parameter, owner = by_path[path], nn.Module()
+        owner.register_parameter("held", nn.Parameter(torch.zeros(parameter.shape), requires_grad=False))
+        owner.is_transposed = parameter.transposed  # type: ignore[assignment]  # peft asks for it
+        config = LoraConfig(target_modules=[], target_parameters=["owner.held"], **settings_of(path))
+        with silenced_peft():
+            adapted: Any = get_peft_model(nn.ModuleDict({"owner": owner}), config)
+        loaded = load_adapter(adapted, path, {f"owner.lora_{name}": read(key) for name, key in parameter.keys.items()})
+        assert not loaded.unexpected_keys, loaded.unexpected_keys
+        numbers: Tensor = adapted.merge_and_unload().owner.held.detach()
+        if not numbers.isfinite().all():
+            raise FinetuneError(f"{path}: the adapter's numbers are not finite; nothing is merged")
+        return numbers
 
-    return FileTensors(structure, {path: parameter.shape for path, parameter in adapted.items()}, delta, file_name)
-
-
-def _delta(parameter: AdaptedParameter, settings: Mapping[str, Any], read: Callable[[str], Tensor]) -> Tensor:
-    """The parameter's sum, by peft's own merging into zeros with the parameter's shape."""
-    holder, owner = nn.Module(), nn.Module()
-    owner.register_parameter("held", nn.Parameter(torch.zeros(parameter.shape), requires_grad=False))
-    owner.is_transposed = parameter.transposed  # type: ignore[assignment]  # peft asks for it
-    holder.owner = owner
-    config = LoraConfig(target_modules=[], target_parameters=["owner.held"], **settings)
-    with silenced_peft():
-        adapted: Any = get_peft_model(holder, config)
-    tensors = {f"owner.lora_{name}": read(key) for name, key in parameter.keys.items()}
-    loaded = load_adapter(adapted, parameter.path, tensors)
-    assert not loaded.unexpected_keys, loaded.unexpected_keys
-    delta: Tensor = adapted.merge_and_unload().owner.held.detach()
-    if not delta.isfinite().all():
-        raise FinetuneError(f"{parameter.path}: the adapter's numbers are not finite; nothing is merged")
-    return delta
+    return FileTensors(structure, {path: parameter.shape for path, parameter in by_path.items()}, delta, file_name)

@@ -140,21 +140,13 @@ def open_adapter(folder: Path, names: WholeNames) -> AdapterFile:
         return AdapterFile(settings, patterns, init, path, layers, replaced, parameters, new_rows)
 
 
-class _Holder(nn.Module):
-    """One layer, as a model that peft can adapt."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-
 def _adapted(kind: type[nn.Linear | nn.Embedding], weight: Tensor, settings: Mapping[str, Any]) -> Any:
     rows, width = weight.shape
     with torch.device("meta"):  # no memory for weights that are replaced at once
         layer = nn.Embedding(rows, width) if kind is nn.Embedding else nn.Linear(width, rows, bias=False)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     with silenced_peft():
-        return get_peft_model(_Holder(layer), LoraConfig(target_modules=["layer"], **settings))
+        return get_peft_model(nn.ModuleDict({"layer": layer}), LoraConfig(target_modules=["layer"], **settings))
 
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
