@@ -289,10 +289,9 @@ def endpoint_answers(
     outcomes: SimpleQueue[tuple[int, Answer | Exception]] = SimpleQueue()
 
     def request(index: int) -> None:
-        place, question = questions[index]
+        (place, question), sampling = questions[index], samplings[index]
         outcome: Answer | Exception
         try:
-            sampling = samplings[index]
             outcome = reply_of(endpoint, model, question, max_new_tokens=max_new_tokens, sampling=sampling)
         except EnvironmentMismatch as error:
             outcome = type(error)(f"{error} (asked for {place})")

@@ -62,12 +62,3 @@ def thresholds(texts: Sequence[str]) -> dict[str, float]:
         if not equals or not 0 <= least_scores[name] <= 1:
             raise FinetuneError(f"--fail-under {text}: write a metric and a number from 0 to 1, as exact=0.8")
     return least_scores
-
-
-def refuse_unknown_thresholds(thresholds: Mapping[str, float], measured: Sequence[str]) -> None:
-    """Raise FinetuneError for a threshold on a metric that is not measured."""
-    for name in thresholds:
-        if name not in measured:
-            raise FinetuneError(
-                f"--fail-under {name}: is not measured here; measured are {', '.join(measured) or 'none'}"
-            )

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.answers.by_ranks import Computing, batching_of, computing_ranks, models_by_ranks
 from finetune.answers.endpoint import Endpoint, KeptAnswers, endpoint_answers, server_notes
-from finetune.answers.eval_request import EvalRequest, refuse_unknown_thresholds
+from finetune.answers.eval_request import EvalRequest
 from finetune.answers.lm_eval_tasks import task_figures, tasks_in_words
 from finetune.answers.options import OptionScores, given_options
 from finetune.answers.own_scorer import OwnScorer
@@ -281,7 +281,9 @@ def _questions(
         general = ScoredSet("general questions", prompts, items, [], GENERAL_TOKENS, [], contents)
         questions.append(Scores("general", tokenizer, batching, general, say))
         measured.append("general")
-    refuse_unknown_thresholds(request.fail_under, measured)
+    if unknown := [name for name in request.fail_under if name not in measured]:
+        names = ", ".join(measured) or "none"
+        raise FinetuneError(f"--fail-under {unknown[0]}: is not measured here; measured are {names}")
     return questions
 
 

@@ -98,7 +98,6 @@ def sample_rows(
         show: Receives the progress.
         launch: This rank's launch, if there are several; every rank calls this function. Rank 0 alone writes and says.
     """
-    request.check()
     with ExitStack() as stack:
         computing = stack.enter_context(computing_ranks(lambda: _in_formats(model), launch))
         ranks, device = computing.ranks, computing.device
@@ -382,9 +381,7 @@ class _AnswersFile:
         elif again and changed:
             say(f"{file}: scored again, because references or columns of the rows have changed")
         self._score(again)
-        text = json_lines(self.lines)
-        if again or (file.exists() and file.read_bytes() != text.encode()):
-            write_text(file, text)
+        write_text(file, json_lines(self.lines))
         write_json(record, {"request": dict(self.facts)})
         if self.lines:
             say(f"{file}: has {counted(len(self.lines), 'prompt')} already, of {len(self.prompts.numbers):,}")

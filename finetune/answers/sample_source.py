@@ -116,7 +116,6 @@ class SampleRequest:
             ),
             f"--top-p {self.top_p:g}: is a share above 0, up to 1; write 0.95": not 0 < self.top_p <= 1,
             f"--at-least {options.at_least:g}: is a score above 0, up to 1": not 0 < options.at_least <= 1,
-            f"--near {options.near:g}: is a share above 0; above 1 keeps all copies": not options.near > 0,
             "--keep pairs: needs a right and a wrong answer to a prompt; write --n 8": (
                 options.keep == "pairs" and self.count == 1
             ),

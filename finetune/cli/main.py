@@ -369,10 +369,8 @@ _REMOVED = {
     ("doctor", "--gpu"): "in a checkout: python benchmarks/gpu.py proofs",
     ("fetch", ""): "finetune check RECIPE prints the lines of `hf download` that bring model and data",
     ("import", "--prove"): "docs/parity.md compares this kit's steps with other tools'; import without it",
-    (
-        "sample",
-        "--without-held-out",
-    ): "leave it out: prompts that the recipe holds out are never asked, and a line counts them",
+    ("sample", "--near"): "leave it out: one of the answers that share 90 % of their letter triples is kept",
+    ("sample", "--without-held-out"): "leave it out: prompts that the recipe holds out are never asked",
 }
 
 

@@ -322,7 +322,6 @@ def sample(
         typer.Option(min=1, help="Most rows of a prompt; 1, of judged and all: every one.", show_default=False),
     ] = None,
     pick: Annotated[str, typer.Option(help="shortest or random answers first.")] = "random",
-    near: Annotated[float, typer.Option(help="Copies share so many letter triples; above 1 keeps copies.")] = 0.9,
     leave_out: Annotated[
         list[str] | None,
         typer.Option(help="Prompts that are always or never right; may be repeated.", show_default=False),
@@ -369,7 +368,7 @@ def sample(
             data=data,
             entry=entry,
             folder=folder,
-            options=KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts),
+            options=KeepOptions(kept, at_least, per_prompt, chosen, tuple(leave_out or ()), thoughts),
             count=count,
             temperature=temperature,
             top_p=top_p,

@@ -8,7 +8,7 @@ forward gathers weights. A pipeline's stages compute all answers together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby, islice
@@ -324,8 +324,7 @@ def generated_answers(
                 place = f"answers to {scored_set.name}: batch {done + 1} of {done + max(1, len(batches))}"
                 of_batch: list[Answer] = []
                 full, alone = 0, ""  # tokens that do not fit, and why where they are one row
-                nothing: AbstractContextManager[list[Exception]] = nullcontext([])
-                with layers_left_out(model) if gathers else nothing as failed:
+                with layers_left_out(model) as failed:  # changes sharded layers alone
 
                     def show_token(token: int, place: str = place, before: int = before) -> bool:
                         show(f"{place}, token {before + token} of at most {scored_set.max_new_tokens}")
