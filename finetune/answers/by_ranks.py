@@ -68,7 +68,7 @@ def computing_ranks(recipe: Callable[[], Recipe], launch: Launch | None) -> Iter
     if launch is None or launch.world_size == 1:
         yield Computing(best_device())
         return
-    with _one_rank_speaks():
+    try:
         evaluated = _as_evaluated(recipe())
         strategy, device = check_launch(evaluated, launch), device_of(launch)
         with rendezvous(launch):
@@ -85,6 +85,17 @@ def computing_ranks(recipe: Callable[[], Recipe], launch: Launch | None) -> Iter
 
                 release_engine(accelerator)
             accelerator.end_training()
+    # One rank says why it failed, and the launcher ends the others. A rank above 0 waits before it says so: if all
+    # ranks have the error, rank 0 says it meanwhile. A rank whose connection to a failed rank breaks says nothing.
+    except FinetuneError:
+        if not speaks_for_ranks():
+            time.sleep(RANK_0_SECONDS)
+        raise
+    except RuntimeError as error:
+        if not BROKEN.search(str(error)):
+            raise
+        time.sleep(LOST_SECONDS)
+        raise SystemExit(1) from error
 
 
 def _as_evaluated(recipe: Recipe) -> Recipe:
@@ -160,23 +171,3 @@ def _assembled(run: FinishedRun, recipe: Recipe, computing: Computing) -> Assemb
     assembled = assemble(recipe, computing.sharding, computing.accelerator, launch=computing.launch)
     stop_on(assembled.unwrapped_model, run.conversation.stops.values())
     return assembled
-
-
-@contextmanager
-def _one_rank_speaks() -> Iterator[None]:
-    """Within the block, one rank says why it failed, and the launcher ends the others.
-
-    A rank above 0 waits before it says so: if all ranks have the error, rank 0 says it meanwhile. A rank whose
-    connection to a failed rank breaks says nothing.
-    """
-    try:
-        yield
-    except FinetuneError:
-        if not speaks_for_ranks():
-            time.sleep(RANK_0_SECONDS)
-        raise
-    except RuntimeError as error:
-        if not BROKEN.search(str(error)):
-            raise
-        time.sleep(LOST_SECONDS)
-        raise SystemExit(1) from error

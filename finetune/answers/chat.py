@@ -115,17 +115,17 @@ def open_run(run_dir: Path, endpoint: Endpoint | None = None, *, system: str | N
         notes.append("system: none is sent, and the training rows have several; send one: --system TEXT")
     elif opening:
         notes.append(f"system: {one_line(opening[0]['content'], 200)}")
+    base_without: Callable[[], AbstractContextManager[Any]] = nullcontext
     if endpoint is not None:
-        of_name = {name: Participant(name, model, nullcontext) for name, model in endpoint.models().items()}
-        return ChatSession(tokenizer, encoder, of_name.get("base"), of_name["tuned"], endpoint, opening, notes)
-    if run.recipe.lora is None:
-        tuned = Participant("tuned", load_whole(run, device, tuned=True), nullcontext)
-        base = Participant("base", load_whole(run, device, tuned=False), nullcontext)
+        models: dict[str, Any] = dict(endpoint.models())
+    elif run.recipe.lora is None:
+        models = {name: load_whole(run, device, tuned=name == "tuned") for name in ("tuned", "base")}
     else:
         adapted: Any = load_adapted(run, device)
-        tuned = Participant("tuned", adapted, nullcontext)
-        base = Participant("base", adapted, adapted.disable_adapter)
-    return ChatSession(tokenizer, encoder, base, tuned, None, opening, notes)
+        models, base_without = {"tuned": adapted, "base": adapted}, adapted.disable_adapter
+    base = Participant("base", models["base"], base_without) if "base" in models else None
+    tuned = Participant("tuned", models["tuned"], nullcontext)
+    return ChatSession(tokenizer, encoder, base, tuned, endpoint, opening, notes)
 
 
 def chat_loop(

@@ -139,21 +139,18 @@ def reply_of(
         reply = _request(endpoint.url + path, body)
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
-    message = choice.get("message") if isinstance(choice, dict) else None
-    text, thoughts = None, None
-    calls: Any = []
-    if isinstance(message, dict):
-        text, thoughts = _text_of(message.get("content")), message.get("reasoning_content") or message.get("reasoning")
-        calls = message.get("tool_calls") or []
-        if not calls and isinstance(message.get("function_call"), dict):
-            calls = [{"function": message["function_call"]}]
+    sent = choice.get("message") if isinstance(choice, dict) else None
+    message: dict[str, Any] = sent if isinstance(sent, dict) else {}
+    text = _text_of(message.get("content"))
     if isinstance(question, Passage) and isinstance(choice, dict):
         text = _text_of(choice.get("text"))
+    function, thoughts = message.get("function_call"), message.get("reasoning_content") or message.get("reasoning")
+    calls = message.get("tool_calls") or ([{"function": function}] if isinstance(function, dict) else [])
     if isinstance(calls, list) and calls:
         text = "\n".join([text or "", *map(_written_call, calls)])
     if isinstance(thoughts, str) and thoughts:  # as the model wrote it; metrics read what follows
         text = f"<think>\n{thoughts}\n</think>\n\n{text}" if text else f"<think>\n{thoughts}"
-    elif text is None and isinstance(message, dict) and message.get("content") is None:
+    elif text is None and isinstance(sent, dict) and message.get("content") is None:
         text = ""
     page = endpoint.url + path
     if not isinstance(choice, dict) or text is None:

@@ -11,6 +11,7 @@ from finetune.answers.eval_request import EvalRequest
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.finished_run import FinishedRun, fitting, load_run_tokenizer, models_of
 from finetune.generation.generate import end_tokens, without_settings
+from finetune.library_errors import library_errors
 from finetune.wording import install_command
 
 
@@ -48,10 +49,8 @@ def task_figures(
         reason = " ".join(str(error).split())[:300]
         return EnvironmentMismatch(f"--tasks: lm-eval could not run {', '.join(tasks)}: {reason}")
 
-    try:
+    with library_errors(mistake):
         loaded = manager.load(manager.match_tasks(tasks))["tasks"]
-    except (OSError, ValueError) as error:
-        raise mistake(error) from error
     templated = {}
     for name, task in loaded.items():
         generates = task.OUTPUT_TYPE == "generate_until"
@@ -72,19 +71,16 @@ def task_figures(
             if not names:
                 continue
             ends = {"eos_token_id": end_tokens(model, tokenizer) or None, "pad_token_id": tokenizer.pad_token_id}
-            with fitting(device, run), without_settings(model, **ends):
-                try:
-                    evaluation = simple_evaluate(
-                        language_model,
-                        tasks=names,
-                        task_manager=manager,
-                        limit=request.limit,
-                        log_samples=False,
-                        apply_chat_template=uses_template,
-                        fewshot_as_multiturn=uses_template,
-                    )
-                except (OSError, ValueError) as error:
-                    raise mistake(error) from error
+            with fitting(device, run), without_settings(model, **ends), library_errors(mistake):
+                evaluation = simple_evaluate(
+                    language_model,
+                    tasks=names,
+                    task_manager=manager,
+                    limit=request.limit,
+                    log_samples=False,
+                    apply_chat_template=uses_template,
+                    fewshot_as_multiturn=uses_template,
+                )
             # lm-eval's keys are "metric,filter", with "none" for no filter: acc,none. Other keys hold names and counts.
             figures[which] |= {
                 task: {

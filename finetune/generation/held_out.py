@@ -40,7 +40,7 @@ from finetune.generation.generate import (
 )
 from finetune.measure.out_of_memory import is_out_of_memory, memory_of
 from finetune.recipe.schema import DataSet, Recipe
-from finetune.scoring.metrics import Metric, Scored, Unread, fitting_metrics, scores_of, unread, unread_in_words
+from finetune.scoring.metrics import Metric, Scored, Unread, fitting_metrics, scores_of
 from finetune.strategies.pieces import Ranks
 from finetune.tokens.dataset import Prepared
 from finetune.tokens.encoder import IGNORE, Encoder, RowError, SamplePrompt
@@ -426,18 +426,3 @@ def scores_on_all(scored_set: ScoredSet, answers: Sequence[Answer], ranks: Ranks
     """Metric -> each row's score. Rank 0 scores; a mistake is raised on every rank."""
     texts, metrics = [answer.text for answer in answers], scored_set.metrics
     return ranks.rank_0_first(lambda: {metric.name: scores_of(metric, texts, scored_set.items) for metric in metrics})
-
-
-def score_line(step: int, scores: dict[str, list[float]], answers: Sequence[Answer]) -> dict[str, Any]:
-    """The line of metrics.jsonl for one scored generation: each metric's mean over the rows, and its unread answers."""
-    not_read = {name: unread([answer.text for answer in answers], values) for name, values in scores.items()}
-    means = {f"score_{name}": sum(values) / len(values) for name, values in scores.items()}
-    return {"kind": "score", "step": step, "rows": len(answers), **means, "unread": not_read}
-
-
-def score_line_in_words(line: Mapping[str, Any]) -> str:
-    """A line's scores for the terminal: exact 0.920, number 0.950 (200 answers)."""
-    means = [(key.removeprefix("score_"), value) for key, value in line.items() if key.startswith("score_")]
-    not_read = [f"; {name} {unread_in_words(part)}" for name, part in line["unread"].items() if part["count"]]
-    shown = ", ".join(f"{name} {mean:.3f}" for name, mean in means)
-    return f"{shown} ({counted(line['rows'], 'answer')})" + "".join(not_read)
