@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.answers.by_ranks import Computing, batching_of, computing_ranks, models_by_ranks
 from finetune.answers.endpoint import Endpoint, KeptAnswers, endpoint_answers, server_notes
-from finetune.answers.eval_request import EvalRequest
+from finetune.answers.requests import EvalRequest
 from finetune.answers.lm_eval_tasks import task_figures, tasks_in_words
 from finetune.answers.options import OptionScores, given_options
 from finetune.answers.own_scorer import OwnScorer

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from finetune.answers.eval_request import EvalRequest
+from finetune.answers.requests import EvalRequest
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.finished_run import FinishedRun, fitting, load_run_tokenizer, models_of
 from finetune.generation.generate import end_tokens, without_settings

@@ -32,7 +32,7 @@ from finetune.answers.endpoint import KeptAnswers, endpoint_answers, server_note
 from finetune.answers.kept_rows import answered, failures, kept_rows, sampled_figures
 from finetune.answers.next_recipe import next_recipe
 from finetune.answers.own_scorer import OwnScorer
-from finetune.answers.sample_source import SampleRequest, SampleSource
+from finetune.answers.requests import SampleRequest, SampleSource
 from finetune.base.identity import base_identity, content_of
 from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError
@@ -121,8 +121,7 @@ def sample_rows(
             author = {"model": endpoint.model, "endpoint": endpoint.url}
         elif not is_exact:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-            together = chunk if batching.shared else 1
-            author |= {"device": name, "prompts_together": together, "ranks": ranks.world}
+            author |= {"device": name, "prompts_together": chunk if batching.shared else 1, "ranks": ranks.world}
 
         checker = prompts.checker
         if request.scorer is not None and not ranks.rank:

@@ -197,12 +197,12 @@ def status(
         if "://" in run:
             from finetune.storage.watch import stored_status
 
-            found = stored_status(run)
+            state = stored_status(run)
         else:
-            found = read_status(user_path(run))
+            state = read_status(user_path(run))
         if not as_json:
-            say(str(found))
-        return {"ok": True, **vars(found)}
+            say(str(state))
+        return {"ok": True, **vars(state)}
 
     run_verb(work, as_json=as_json)
 
@@ -256,7 +256,7 @@ def evaluate(
     """How good is it? Held-out loss, scored answers, benchmarks."""
 
     def work() -> dict[str, Any]:
-        from finetune.answers.eval_request import EvalRequest, chosen_metrics, thresholds
+        from finetune.answers.requests import EvalRequest, chosen_metrics, thresholds
 
         resolved = require_run_folder(run)  # before torch is imported
         alone = "--tasks" if tasks is not None else "--endpoint" if endpoint is not None else None
@@ -344,13 +344,12 @@ def sample(
     """Draw answers, and write rows of those that a checker keeps."""
     one_of("--keep", keep, ("right", "pairs", "judged", "all"))
     one_of("--pick", pick, ("shortest", "random"))
-    for each in leave_out or ():
-        one_of("--leave-out", each, ("always", "never"))
+    for outcome in leave_out or ():
+        one_of("--leave-out", outcome, ("always", "never"))
 
     def work() -> dict[str, Any]:
-        from finetune.answers.eval_request import chosen_metrics
         from finetune.answers.kept_rows import KeepOptions, summary_in_words
-        from finetune.answers.sample_source import SampleRequest, source_of
+        from finetune.answers.requests import SampleRequest, chosen_metrics, source_of
 
         reads = source_of(source, data)
         writer = reads if model is None or endpoint is not None else source_of(model, data)

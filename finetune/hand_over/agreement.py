@@ -79,8 +79,8 @@ def documents_to_compare(prepared: Prepared, count: int, vocabulary: int) -> lis
     split = prepared.split
     documents = split.held_out if len(split.held_out) else np.unique(split.train)
     chosen = documents[:count].tolist()
-    tokens_each = max(1, KEPT_BYTES // (4 * vocabulary * max(1, len(chosen))))
-    return [compared_document(*prepared.pool.document(index), tokens_each) for index in chosen]
+    most_tokens = max(1, KEPT_BYTES // (4 * vocabulary * max(1, len(chosen))))
+    return [compared_document(*prepared.pool.document(index), most_tokens) for index in chosen]
 
 
 def compared_document(ids: np.ndarray, labels: np.ndarray, most: int) -> ComparedDocument:
