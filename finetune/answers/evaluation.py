@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.answers.by_ranks import Computing, batching_of, computing_ranks, models_by_ranks
 from finetune.answers.endpoint import Endpoint, KeptAnswers, endpoint_answers, server_notes
-from finetune.answers.requests import EvalRequest
-from finetune.answers.lm_eval_tasks import task_figures, tasks_in_words
+from finetune.answers.lm_eval_tasks import task_figures
 from finetune.answers.options import OptionScores, given_options
 from finetune.answers.own_scorer import OwnScorer
+from finetune.answers.requests import EvalRequest
 from finetune.answers.scores import (
     BELOW_THRESHOLD,
     QuestionResult,
@@ -69,7 +69,6 @@ from finetune.training.loop import evaluate
 from finetune.training.objectives import objective_of
 from finetune.wording import counted
 
-WHY_NO_LOSS = "held-out loss: not measured again, because a loss of preferences compares with the run's own start"
 _Say = Callable[[str], None]
 
 
@@ -100,8 +99,8 @@ def evaluate_finished(
     if request.endpoint is not None and (request.tasks or not request.generate):
         remedy = "lm-eval asks servers itself (--model local-chat-completions)" if request.tasks else "leave it out"
         raise FinetuneError(f"{'--tasks' if request.tasks else '--loss-only'}: needs the model, not a server; {remedy}")
+    option = "--tasks" if request.tasks else "--endpoint"
     if launch is not None and launch.world_size > 1 and (request.tasks or request.endpoint is not None):
-        option = "--tasks" if request.tasks else "--endpoint"
         raise FinetuneError(f"{option}: is asked by one process; {launch.world_size} were started")
     with ExitStack() as stack:
         computing = stack.enter_context(computing_ranks(lambda: recipe_of_run(require_run_folder(run_dir)), launch))
@@ -119,7 +118,6 @@ def evaluate_finished(
         return {}
     if request.tasks:
         result["tasks"] = task_figures(run, computing.device, request, say)
-        say(tasks_in_words(result["tasks"]))
     if kept := keeps_earlier(folder, result, request.limit):
         say(kept)
     elif (file := write_eval(folder, result, rows)) is not None:
@@ -161,7 +159,8 @@ def measure(
         if recipe.preferences is not None and prepared is not None:
             recorded = read_run(run.folder, recipe).exported_eval()
             wrote = f"; of these weights the run itself wrote {evaluation_in_words(recorded)}" if recorded else ""
-            say(f"{WHY_NO_LOSS}{wrote}")
+            no_loss = "not measured again, because a loss of preferences compares with the run's own start"
+            say(f"held-out loss: {no_loss}{wrote}")
             if recorded:
                 rewards = {name: recorded[name] for name in ("reward_accuracy", "reward_margin") if name in recorded}
                 result["held_out"] = {"recorded": recorded["loss"], **rewards}
@@ -316,7 +315,7 @@ class HeldOutLoss:
     def compare(self, base: float, tuned: float) -> QuestionResult:
         assert self.prepared.eval is not None
         exported = read_run(self.run.folder, self.run.recipe).exported_eval()
-        figures = {
+        figures: dict[str, Any] = {
             "documents": self.prepared.facts["eval_documents"],
             "tokens": int(self.prepared.eval.supervised.sum()),
             # exp(710) overflows a double.
@@ -324,7 +323,13 @@ class HeldOutLoss:
             "tuned": {"loss": tuned, "perplexity": math.exp(min(tuned, 700.0))},
             "recorded": exported["loss"] if exported else None,
         }
-        return QuestionResult(figures, held_out_in_words(figures))
+        documents, tokens = counted(figures["documents"], "held-out document"), figures["tokens"]
+        lines = [f"{documents}, {counted(tokens, 'supervised token')}:", f"{'':8}{'loss':>9}{'perplexity':>13}"]
+        for name in ("base", "tuned"):
+            lines.append(f"{name:8}{figures[name]['loss']:>9.4f}{figures[name]['perplexity']:>13.2f}")
+        if figures["recorded"] is not None:
+            lines.append(f"of these weights the run itself wrote {figures['recorded']:.4f}")
+        return QuestionResult(figures, "\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -378,15 +383,3 @@ class Scores:
 
 
 Question = HeldOutLoss | OptionScores | Scores
-
-
-def held_out_in_words(figures: dict[str, Any]) -> str:
-    """A table, and the run's own figure."""
-    documents = counted(figures["documents"], "held-out document")
-    tokens = counted(figures["tokens"], "supervised token")
-    lines = [f"{documents}, {tokens}:", f"{'':8}{'loss':>9}{'perplexity':>13}"]
-    for name in ("base", "tuned"):
-        lines.append(f"{name:8}{figures[name]['loss']:>9.4f}{figures[name]['perplexity']:>13.2f}")
-    if figures["recorded"] is not None:
-        lines.append(f"of these weights the run itself wrote {figures['recorded']:.4f}")
-    return "\n".join(lines)

@@ -71,8 +71,8 @@ def kept_rows(
     for line in lines:
         answers = line["answers"]
         scored = [index for index, answer in enumerate(answers) if answer["score"] is not None]
-        if len(scored) < len(answers):
-            left_out["the scorer failed"] += len(answers) - len(scored)
+        if failed := failures(line):
+            left_out["the scorer failed"] += len(failed)
         if not scored:
             continue
         right = {index: options.is_right(answers[index]) for index in scored}
@@ -190,8 +190,7 @@ def sampled_figures(lines: Sequence[Line], options: KeepOptions) -> dict[str, An
     chances = {k: [pass_at(sum(prompt), len(prompt), k) for prompt in right if len(prompt) >= k] for k in ks}
     lengths: dict[str, dict[str, float]] = {}
     for name, is_right in (("right", True), ("wrong", False)):
-        tokens = [answer["tokens"] for answer in scored if options.is_right(answer) is is_right]
-        if tokens:
+        if tokens := [answer["tokens"] for answer in scored if options.is_right(answer) is is_right]:
             lengths[name] = {"answers": len(tokens), "median": median(tokens), "longest": max(tokens)}
     return {
         "prompts": len(lines),

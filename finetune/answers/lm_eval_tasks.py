@@ -24,7 +24,7 @@ def task_figures(
     compare likelihoods (multiple choice) do not: with a template, scores fall for reasons other than skill.
 
     Args:
-        say: Receives a line about the chat template. Few-shot examples are then turns.
+        say: Receives a line about the chat template, and the figures. Few-shot examples are turns under a template.
 
     Raises:
         EnvironmentMismatch: lm-eval is not installed, or a task's data cannot be fetched.
@@ -91,13 +91,9 @@ def task_figures(
                 for task, values in evaluation["results"].items()
             }
         del model, language_model  # the next one takes its place on the device
-    return figures
-
-
-def tasks_in_words(figures: dict[str, Any]) -> str:
-    """A line for each task and metric, base and tuned side by side."""
     lines = [f"{'task':24}{'metric':24}{'base':>10}{'tuned':>10}"]
     for task, metrics in figures["tuned"].items():
         for metric, value in metrics.items():
             lines.append(f"{task:24}{metric:24}{figures['base'][task][metric]:>10.4f}{value:>10.4f}")
-    return "\n".join(lines)
+    say("\n".join(lines))
+    return figures

@@ -10,7 +10,7 @@ yes is (0.8 - 1)^2 + (0.2 - 0)^2 = 0.08: 0 is best, 2 is worst.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,14 +83,26 @@ class OptionScores:
         models = {"base": probabilities(base), "tuned": probabilities(tuned)}
         mass = {"base": float(np.exp(base).sum(axis=1).mean()), "tuned": float(np.exp(tuned).sum(axis=1).mean())}
         hits = {name: (shares.argmax(axis=1) == right).astype(float).tolist() for name, shares in models.items()}
-        figures = {
+        figures: dict[str, Any] = {
             "data": self.name,
             "rows": len(right),
             "options": list(self.options),
             "accuracy": compared(hits["base"], hits["tuned"]),
             **{name: probability_figures(shares, right) | {"mass": mass[name]} for name, shares in models.items()},
         }
-        return QuestionResult(figures, options_in_words(figures))
+        lines = [
+            f"{counted(len(right), 'question')} of {self.name} with {len(self.options)} given answers, by their "
+            "probability:",
+            f"{'':8}{'right':>7}{'95 %':>17}{'Brier':>9}{'95 %':>17}{'calibration error':>20}{'mass':>7}",
+        ]
+        for name in models:
+            hit, brier, error = figures["accuracy"][name], figures[name]["brier"], figures[name]["calibration_error"]
+            lines.append(
+                f"{name:8}{hit['mean']:>7.3f}   [{hit['low']:.3f}, {hit['high']:.3f}]{brier['mean']:>9.3f}   "
+                f"[{brier['low']:.3f}, {brier['high']:.3f}]{error:>20.3f}{mass[name]:>7.0%}"
+            )
+        lines.append(score_verdict("right", figures["accuracy"], len(right)))
+        return QuestionResult(figures, "\n".join(lines))
 
 
 def probabilities(sums: np.ndarray) -> np.ndarray:
@@ -128,23 +140,6 @@ def probability_figures(shares: np.ndarray, right: np.ndarray) -> dict[str, Any]
         "calibration_error": error,
         "curve": curve,
     }
-
-
-def options_in_words(figures: Mapping[str, Any]) -> str:
-    """A heading, a line for each model, and a sentence."""
-    lines = [
-        f"{counted(figures['rows'], 'question')} of {figures['data']} with {len(figures['options'])} given answers, by "
-        "their probability:",
-        f"{'':8}{'right':>7}{'95 %':>17}{'Brier':>9}{'95 %':>17}{'calibration error':>20}{'mass':>7}",
-    ]
-    for name in ("base", "tuned"):
-        right, brier = figures["accuracy"][name], figures[name]["brier"]
-        lines.append(
-            f"{name:8}{right['mean']:>7.3f}   [{right['low']:.3f}, {right['high']:.3f}]{brier['mean']:>9.3f}   "
-            f"[{brier['low']:.3f}, {brier['high']:.3f}]{figures[name]['calibration_error']:>20.3f}"
-            f"{figures[name]['mass']:>7.0%}"
-        )
-    return "\n".join([*lines, score_verdict("right", figures["accuracy"], figures["rows"])])
 
 
 def given_options(

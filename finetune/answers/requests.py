@@ -90,9 +90,8 @@ class SampleSource:
     @property
     def name(self) -> str:
         """For a folder's name and for the rows: quickstart, SmolLM2-135M."""
-        return {"run": self.folder.resolve().name, "recipe": self.loaded.path.stem}.get(
-            self.kind, Path(self.text.rpartition(":")[2]).name
-        )
+        names = {"run": self.folder.resolve().name, "recipe": self.loaded.path.stem}
+        return names.get(self.kind, Path(self.text.rpartition(":")[2]).name)
 
     @property
     def author(self) -> str:

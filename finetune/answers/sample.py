@@ -444,10 +444,10 @@ def _is_whole(line: Mapping[str, Any], number: int, question: Mapping[str, Any],
         json.dumps(line, ensure_ascii=False, allow_nan=False).encode()
         answers = line["answers"]
         kinds = [tuple(type(answer[key]) for key in ("text", "tokens", "ended")) for answer in answers]
-        whole = kinds == [(str, int, bool)] * count
-        whole = whole and all(answer["score"] is None or 0 <= answer["score"] <= 1 for answer in answers)
+        scored = all(answer["score"] is None or 0 <= answer["score"] <= 1 for answer in answers)
         of_prompt = [line["row"], line["question"]] == [number, json.loads(json.dumps(question))]
-        return of_prompt and whole and isinstance(line["by"]["model"] + line["place"], str)
+        has_author = isinstance(line["by"]["model"] + line["place"], str)
+        return of_prompt and has_author and scored and kinds == [(str, int, bool)] * count
     except (ValueError, TypeError, LookupError, RecursionError):
         return False
 
@@ -461,8 +461,8 @@ def _written(
     """
     file.refuse_failing(1)
     lines = sorted(file.lines, key=lambda line: int(line["row"]))
-    folder, options, order = request.folder, request.options, Sampling(1.0, seed=request.seed)
-    prompts = file.prompts
+    folder, options, prompts = request.folder, request.options, file.prompts
+    order = Sampling(1.0, seed=request.seed)
     rows, left_out = kept_rows(lines, options, lambda row, index: order.uniform((row, index), -1))
     figures = {"left_out_held_out": prompts.left_out, **sampled_figures(lines, options), "rows": len(rows)}
     figures |= {"left_out": left_out, "keep": options.keep}

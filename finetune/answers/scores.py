@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,16 +148,11 @@ def keeps_earlier(folder: Path, result: Mapping[str, Any], limit: int | None) ->
     file, state = folder / EVAL_RECORD, folder / "run_state.json"
     if limit is None or not file.is_file() or not state.is_file() or file.stat().st_mtime < state.stat().st_mtime:
         return ""
-    try:
+    with suppress(FinetuneError, KeyError, TypeError, AttributeError):
         earlier, now = read_object(file).get("scores") or {}, result.get("scores") or {}
-        more = earlier["rows"] > now["rows"] and earlier["data"] == now["data"]
-    except (FinetuneError, KeyError, TypeError, AttributeError):
-        return ""
-    return (
-        f"{file}: keeps the scores of {earlier['rows']:,} rows; those of --limit {limit} are above alone"
-        if more
-        else ""
-    )
+        if earlier["rows"] > now["rows"] and earlier["data"] == now["data"]:
+            return f"{file}: keeps the scores of {earlier['rows']:,} rows; those of --limit {limit} are above alone"
+    return ""
 
 
 def write_eval(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path | None:

@@ -65,17 +65,6 @@ class ScoredSet:
         default_factory=list
     )  # each prompt's row, if `held_out_set` was asked for it
 
-    def check(self) -> None:
-        """Score the references against themselves. Raises DataError for those that a metric cannot read.
-
-        A function of the user's own is refused at the first reference on which it fails: it may hang on each.
-        """
-        for metric in self.metrics:
-            for part in [[item] for item in self.items] if metric.function is not None else [self.items]:
-                (first, *_) = scores_of(metric, [item.reference for item in part], part)
-                if isinstance(first, Unread) and first.why:
-                    raise DataError([f"{part[0].place}: metric {metric.name}: its reference as an answer: {first.why}"])
-
 
 def held_out_set(
     recipe: Recipe,
@@ -114,9 +103,15 @@ def held_out_set(
     prompts, items, lengths, chats = (list(column) for column in zip(*rows, strict=True))
     longest = max(lengths)
     new_tokens = max_new_tokens or section.max_new_tokens or min(MOST_NEW_TOKENS, longest + longest // 4 + SPARE_TOKENS)
-    scored_set = ScoredSet(name, prompts, items, chosen or fitting_metrics(items), new_tokens, notes, chats)
-    scored_set.check()
-    return scored_set
+    chosen = chosen or fitting_metrics(items)
+    # The references are scored against themselves. A function of the user's own is refused at the first one on which it
+    # fails: it may hang on each.
+    for metric in chosen:
+        for part in [[item] for item in items] if metric.function is not None else [items]:
+            (first, *_) = scores_of(metric, [item.reference for item in part], part)
+            if isinstance(first, Unread) and first.why:
+                raise DataError([f"{part[0].place}: metric {metric.name}: its reference as an answer: {first.why}"])
+    return ScoredSet(name, prompts, items, chosen, new_tokens, notes, chats)
 
 
 ScoredRow = tuple[SamplePrompt, Scored, int, Any]  # the int: tokens of the reference; last, its Chat or Passage
@@ -226,21 +221,15 @@ def rows_of_file(entry: DataSet, file: str | DataSet, encoder: Encoder, most: in
         raise DataError(mistakes[:5], len(mistakes), max(0, len(mistakes) - 5))
     empty = reader.facts()["dropped"].get("empty", 0)
     notes = [f"{counted(empty, 'row')} with an empty cell left out"] if empty else []
-    if texts and _trains_on_chats(entry):
-        notes.append(
-            f"{counted(texts, 'question')} asked as plain text, without the chat template that training rows have; "
-            "write them as messages"
-        )
+    with suppress(DataError):  # the training's file may have gone since
+        source = resolve(entry) if texts else None
+        trained = islice(RowReader(source).rows(), 1) if source is not None and source.kind != "hub" else ()
+        if any(isinstance(row.read, Chat) for row in trained):
+            notes.append(
+                f"{counted(texts, 'question')} asked as plain text, without the chat template that training rows have; "
+                "write them as messages"
+            )
     return rows, notes
-
-
-def _trains_on_chats(entry: DataSet) -> bool:
-    """Whether the first row of a data set on this machine is a chat."""
-    with suppress(DataError):  # the file may have gone since the training
-        source = resolve(entry)
-        if source.kind != "hub":
-            return any(isinstance(row.read, Chat) for row in islice(RowReader(source).rows(), 1))
-    return False
 
 
 def has_prompt(labels: np.ndarray) -> bool:
@@ -315,15 +304,13 @@ def generated_answers(
             batches = _batches(order, prompts, new, most, rows)
             if not batching.staged:
                 batches = batches[ranks.rank :: ranks.world]
-            own: dict[int, Answer] = {}  # this rank's
-            done = 0
+            own, done = dict[int, Answer](), 0  # this rank's answers, and its batches
             # Sharded weights are gathered by all ranks at once. So a rank without a batch of its own computes the
             # shortest prompt while others have one, and after each batch they agree who ran out of memory.
             while any(ranks.gather(bool(batches))) if gathers else batches:
                 batch, *rest = batches or [order[:1]]
                 place = f"answers to {scored_set.name}: batch {done + 1} of {done + max(1, len(batches))}"
-                of_batch: list[Answer] = []
-                full, alone = 0, ""  # tokens that do not fit, and why where they are one row
+                of_batch, full, alone = list[Answer](), 0, ""  # tokens that do not fit, and why where they are one row
                 with layers_left_out(model) as failed:  # changes sharded layers alone
 
                     def show_token(token: int, place: str = place, before: int = before) -> bool:

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.answers.chat import GenerationSettings, answers_to, open_run
 from finetune.answers.endpoint import KEY
-from finetune.answers.requests import EvalRequest, chosen_metrics
 from finetune.answers.evaluation import evaluate_finished
+from finetune.answers.requests import EvalRequest, chosen_metrics
 from finetune.base.location import resolve_model_path
 from finetune.cli.main import main
 from finetune.files import read_lines
