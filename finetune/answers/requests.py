@@ -69,10 +69,9 @@ def thresholds(texts: Sequence[str]) -> dict[str, float]:
     least_scores = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        try:
+        least_scores[name] = -1.0
+        with suppress(ValueError):
             least_scores[name] = float(value)
-        except ValueError:
-            least_scores[name] = -1.0
         if not equals or not 0 <= least_scores[name] <= 1:
             raise FinetuneError(f"--fail-under {text}: write a metric and a number from 0 to 1, as exact=0.8")
     return least_scores

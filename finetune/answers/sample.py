@@ -20,7 +20,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,8 +114,9 @@ def sample_rows(
         batching = batching_of(writer, computing, alone=is_exact)
         chunk = PROMPTS_ALONE if ranks.world == 1 else PROMPTS_OF_RANK * ranks.world
         if batching.shared:
-            longest = max(len(prompt.prompt_ids) for prompt in scored_set.prompts) + scored_set.max_new_tokens
-            chunk = max(1, MOST_BATCH_TOKENS // (request.count * longest)) * ranks.world
+            longest = max(len(scored_set.prompts[index].prompt_ids) for index in prompts.numbers)
+            tokens = request.count * (longest + scored_set.max_new_tokens)
+            chunk = max(1, MOST_BATCH_TOKENS // tokens) * ranks.world
         author: dict[str, Any] = {"model": model.author, "dtype": dtype}
         if endpoint is not None:
             author = {"model": endpoint.model, "endpoint": endpoint.url}
@@ -132,7 +133,7 @@ def sample_rows(
         ranks.rank_0_first(lambda: stack.enter_context(_locked(request.folder)))
         left = ranks.rank_0_first(lambda: file.begin(say))
 
-        draws = [(prompts.numbers[index], number) for index in left for number in range(request.count)]
+        draws = [(index, number) for index in left for number in range(request.count)]
         repeated = [index for index in left for _ in range(request.count)]
         if endpoint is not None and left:
             kept, seeds = KeptAnswers(request.folder / KEPT_REPLIES, endpoint), Sampling(1.0, seed=request.seed)
@@ -155,19 +156,19 @@ def sample_rows(
                     answer_with_fewer_kernels(assembled.unwrapped_model)
                 for start in range(0, len(left), chunk):
                     first, end = start * request.count, (start + chunk) * request.count
-                    of_chunk = [scored_set.prompts[index] for index in repeated[first:end]]
 
-                    def show_prompt(text: str, number: int = left[start] + 1) -> None:
+                    def show_prompt(text: str, number: int = prompts.numbers.index(left[start]) + 1) -> None:
                         show(f"prompt {number:,} of {len(prompts.numbers):,}: {text}")
 
                     with fitting(device, writer, ranks.world):
                         answers = generated_answers(
                             assembled.unwrapped_model,
                             tokenizer,
-                            replace(scored_set, prompts=of_chunk),
+                            scored_set,
                             batching,
                             show_prompt,
                             say,
+                            indices=repeated[first:end],
                             sampling=sampling,
                             draws=draws[first:end],
                         )
@@ -177,11 +178,11 @@ def sample_rows(
 
 @dataclass(frozen=True)
 class _Prompts:
-    """The prompts that are answered, after held-out ones were left out."""
+    """The file's rows, and those that are answered: not the held-out ones."""
 
     scored_set: ScoredSet
     questions: list[_Question]
-    numbers: list[int]  # each prompt's number in the file, which its draws depend on
+    numbers: list[int]  # of the rows that are answered; draws depend on them
     checker: Metric  # says which answers are right: the one named, or the strictest that fits the references
     held_out: list[dict[str, Any]]  # the recipe's own held-out questions, as rows
     left_out: int  # prompts that are held out
@@ -197,7 +198,7 @@ def _opened(source: SampleSource, rows: list[DataSet] | None = None) -> Finished
     if rows is None:
         return run
     data = run.recipe.data.model_copy(update={"train": rows})
-    return replace(run, recipe=run.recipe.model_copy(update={"data": data}))
+    return FinishedRun(run.folder, run.recipe.model_copy(update={"data": data}), run.trained)
 
 
 def _in_formats(source: SampleSource) -> Recipe:
@@ -234,13 +235,12 @@ def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, en
         say(f"{request.data}: {counted(len(held_out), 'prompt')} left out, held out by the recipe; the first: {first}")
     for note in whole.notes:
         say(f"{request.data}: {note}")
-    prompts, items = [whole.prompts[index] for index in numbers], [whole.items[index] for index in numbers]
     positions = positions_of(writer.recipe) if request.endpoint is None else None
     most = (positions or sys.maxsize) - whole.max_new_tokens
-    if beyond := [index for index, prompt in enumerate(prompts) if len(prompt.prompt_ids) > most]:
+    if beyond := [index for index in numbers if len(whole.prompts[index].prompt_ids) > most]:
         say(
-            f"{items[beyond[0]].place}: with {whole.max_new_tokens:,} new tokens beyond the model's {positions:,} "
-            f"positions: {counted(len(beyond), 'prompt')}; shorten such prompts, or --max-new-tokens"
+            f"{whole.items[beyond[0]].place}: with {whole.max_new_tokens:,} new tokens beyond the model's "
+            f"{positions:,} positions: {counted(len(beyond), 'prompt')}; shorten such prompts, or --max-new-tokens"
         )
     checker = whole.metrics[0]
     if request.metric is None and request.scorer is None:
@@ -250,8 +250,7 @@ def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, en
                 f"{request.data}: its references are long texts, and {checker.name} calls no other answer right; name "
                 "--metric, or --scorer FILE.py:FUNCTION"
             )
-    scored_set = replace(whole, prompts=prompts, items=items)
-    return _Prompts(scored_set, [questions[index] for index in numbers], numbers, checker, rows, len(held_out))
+    return _Prompts(whole, questions, numbers, checker, rows, len(held_out))
 
 
 def _held_out(reads: FinishedRun) -> Iterator[tuple[str, _Question, str]]:
@@ -288,6 +287,7 @@ def _facts(
 ) -> dict[str, Any]:
     """The request in sample.json. Answers of another request are not taken for this one's."""
     scored_set, weights = prompts.scored_set, None
+    items = [scored_set.items[index] for index in prompts.numbers]
     name = ":".join([checker.name, *(f"{key}={value}" for key, value in sorted(checker.options.items()))])
     if request.scorer is not None:
         code = Path(os.path.expanduser(request.scorer.rpartition(":")[0]))
@@ -302,12 +302,12 @@ def _facts(
     return {
         **{key: author.get(key) for key in ("model", "endpoint", "dtype")},
         "weights": weights,
-        "prompts": _digest(prompts.numbers, [prompt.prompt_ids for prompt in scored_set.prompts]),
+        "prompts": _digest(prompts.numbers, [scored_set.prompts[index].prompt_ids for index in prompts.numbers]),
         "n": request.count,
         **{key: getattr(request, key) for key in ("temperature", "top_p", "seed")},
         "max_new_tokens": scored_set.max_new_tokens,
         "checker": name,
-        "rows": _digest([(item.reference, item.row) for item in scored_set.items]),  # which the checker reads
+        "rows": _digest([(item.reference, item.row) for item in items]),  # which the checker reads
     }
 
 
@@ -367,9 +367,9 @@ class _AnswersFile:
         has_answers = record.is_file() and file.is_file()
         answered = {str(line.get("row")): line for line in read_lines(file)} if has_answers else {}
         left = []
-        for index, (number, question) in enumerate(zip(self.prompts.numbers, self.prompts.questions, strict=True)):
-            line = answered.get(str(number), {})
-            if _is_whole(line, number, _question_columns(question), self.facts["n"]):
+        for index in self.prompts.numbers:
+            line = answered.get(str(index), {})
+            if _is_whole(line, index, _question_columns(self.prompts.questions[index]), self.facts["n"]):
                 self.lines.append(line)
             else:
                 left.append(index)
@@ -392,7 +392,7 @@ class _AnswersFile:
         for place, index in enumerate(indices):
             item = self.prompts.scored_set.items[index]
             line: dict[str, Any] = {
-                "row": self.prompts.numbers[index],
+                "row": index,
                 "place": item.place,
                 "question": _question_columns(self.prompts.questions[index]),
                 "reference": item.reference,
@@ -421,14 +421,14 @@ class _AnswersFile:
 
     def _score(self, lines: Sequence[dict[str, Any]]) -> None:
         """Write a score into each answer, or the problem of a scorer that failed on it."""
-        items = dict(zip(self.prompts.numbers, self.prompts.scored_set.items, strict=True))
+        items = self.prompts.scored_set.items
         for line in lines:
             item, answers = items[line["row"]], line["answers"]
             line.pop("problem", None)  # an earlier release's, of the whole prompt
             line["reference"] = item.reference
             try:
                 texts = [answer["text"] for answer in answers]
-                scores = scores_of(self.checker, texts, [item] * len(texts), self.prompts.scored_set.items)
+                scores = scores_of(self.checker, texts, [item] * len(texts), items)
             except DataError as error:
                 scores = [Unread(one_line(str(error), 300)) for _ in answers]
             for answer, score in zip(answers, scores, strict=True):

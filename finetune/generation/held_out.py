@@ -254,8 +254,7 @@ def tokens_that_fit(model: nn.Module, device: torch.device, ranks: Ranks) -> int
 
     With 8 GB free Llama-3.1-8B gets 4e9 / 131,072 = 30,517 tokens.
     """
-    room: int = memory_of(device).free // 2 // kept_bytes(model)
-    least: int = min(ranks.gather(room))
+    least: int = min(ranks.gather(memory_of(device).free // 2 // kept_bytes(model)))
     return max(BATCH_TOKENS, min(MOST_BATCH_TOKENS, least))
 
 
@@ -267,6 +266,7 @@ def generated_answers(
     show: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
     *,
+    indices: Sequence[int] | None = None,
     sampling: Sampling | None = None,
     draws: Sequence[tuple[int, int]] = (),
 ) -> list[Answer]:
@@ -275,12 +275,14 @@ def generated_answers(
     Args:
         show: Receives the progress.
         say: Receives a line if memory runs out. It names the smaller batches that follow.
+        indices: The prompts to answer, which may repeat; None: all.
         sampling: None: greedy.
         draws: Each prompt's row and answer number, which its drawn tokens depend on. Without `batching.shared`, only a
             row's answers share a batch. They are equally long, so nothing is padded, and no other row changes their
             sums: in float32 they are the same bytes in every run.
     """
     ranks, answers = batching.ranks, dict[int, Answer]()
+    questions = scored_set.prompts if indices is None else [scored_set.prompts[index] for index in indices]
     gathers = batching.sharded and ranks.world > 1
     batched = batching.shared or bool(draws)
     rows = [] if batching.shared else [row for row, _ in draws]  # only prompts of one row share a batch
@@ -288,7 +290,7 @@ def generated_answers(
     with answering(model):
         for before, end in zip([0, *ends], ends, strict=False):
             new, prompts = end - before, dict[int, list[int]]()
-            for index, prompt in enumerate(scored_set.prompts):
+            for index, prompt in enumerate(questions):
                 if not before:
                     prompts[index] = prompt.prompt_ids
                 elif not answers[index].ended:
@@ -355,7 +357,7 @@ def generated_answers(
             for index, answer in own.items():
                 tokens = answers[index].tokens + answer.tokens if before else answer.tokens
                 answers[index] = decoded_answer(tokens, tokenizer, ended=answer.ended)
-    return [answers[index] for index in range(len(scored_set.prompts))]
+    return [answers[index] for index in range(len(questions))]
 
 
 @contextmanager
