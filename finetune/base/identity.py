@@ -111,14 +111,16 @@ def recorded_base(run_dir: Path) -> dict[str, Any] | None:
     return base if isinstance(base, dict) else None
 
 
-def at_recorded_commit(recipe: Recipe, recorded: Mapping[str, Any] | None) -> Recipe:
+def at_recorded_commit(recipe: Recipe, recorded: object) -> Recipe:
     """The recipe with the Hub's commit that the run began with as its revision, wherever a branch points now.
 
     Unchanged for another name, for a folder, and if only another commit is on this machine.
     """
     section = recipe.model
-    commit = None if recorded is None else str(recorded.get("commit") or "")
-    if not commit or not COMMIT.fullmatch(commit) or section.name_or_path != recorded.get("name"):  # type: ignore[union-attr]
+    if not isinstance(recorded, Mapping) or section.name_or_path != recorded.get("name"):
+        return recipe
+    commit = str(recorded.get("commit"))
+    if not COMMIT.fullmatch(commit):
         return recipe
     here = folder_of(section.name_or_path, section.revision)
     if Path(section.name_or_path).is_dir() or (here is not None and folder_of(section.name_or_path, commit) is None):

@@ -14,7 +14,7 @@ from finetune.base.location import folder_of, in_hub_cache, online_name, resolve
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.stored_structure import unties
 from finetune.paths import PACKAGE
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import ModelSection, Recipe
 from finetune.recipe.sections.model import PREFIX
 from finetune.untrusted.config_sizes import read_config
 
@@ -227,6 +227,14 @@ def planned_config(name_or_path: str, revision: str = "main") -> tuple[dict[str,
     if "layers_block_type" in config:
         raise EnvironmentMismatch(f"{problem}, but lists its layers: cannot be planned; `finetune compare` measures it")
     raise FinetuneError(f"{problem}; correct the file, or fetch it again")
+
+
+def config_if_known(section: ModelSection) -> dict[str, Any] | None:
+    """What `planned_config` finds; None where it raises."""
+    try:
+        return planned_config(section.name_or_path, section.revision)[0]
+    except FinetuneError:
+        return None
 
 
 def _by_common_names(config: dict[str, Any]) -> dict[str, Any]:
