@@ -233,13 +233,11 @@ def configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
 
     If the weights are on this machine, they decide the ties (stored_structure.py). Raises transformers' errors.
     """
-    section = recipe.model
-    if (files := folder_of(path or section.name_or_path, section.revision)) is not None:
+    section, source = recipe.model, path or resolve_model_path(recipe.model.name_or_path)
+    if (files := folder_of(source, section.revision)) is not None:
         look_at_config(files)
     config: PreTrainedConfig = AutoConfig.from_pretrained(
-        path or resolve_model_path(section.name_or_path),
-        revision=section.revision,
-        trust_remote_code=section.trust_remote_code,
+        source, revision=section.revision, trust_remote_code=section.trust_remote_code
     )
     config = as_stored(config, section, path)
     if section.rope_scaling is not None:

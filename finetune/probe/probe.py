@@ -101,47 +101,33 @@ def probe(
         with one_at_a_time(key):
             if known := recall(key):
                 return _recalled(known)
-            from finetune.probe.judge import ANYWHERE  # a remembered result needs none of what computes one
+            from finetune.probe.judge import ANYWHERE, Differs  # a remembered result needs none of what computes one
+            from finetune.probe.padding import compare_padded
 
             if offline and device.type == "cpu" and attention_name(recipe) not in ANYWHERE:
                 # The recipe's attention needs a GPU's kernels. Some facts are known here.
                 section = recipe.model.model_copy(update={"attention": "eager"})
                 _, facts = _whole_model(recipe.model_copy(update={"model": section}), config, device)
                 facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
-                remember(key, {"facts": facts})
-                return ProbeResult(facts)
-            return _found_now(recipe, config, device, compute, folder / "model", key)
+            else:
+                base, facts = _whole_model(recipe, config, device)
+                try:
+                    small, judgement = _judged(recipe, base, device, compute, folder / "model")
+                except Differs as refusal:
+                    remember(key, {"refusal": str(refusal)})
+                    raise EnvironmentMismatch(str(refusal)) from None
+                facts |= {"small": {"layers": small.layers, "kinds": small.kinds, "parameters": small.parameters}}
+                facts |= {"note": judgement.note, "precision": judgement.precision, "bound": judgement.bound}
+                facts |= {"found": {layers: asdict(off) for layers, off in judgement.found.items()}}
+                facts |= {"padding": compare_padded(recipe, small, device)}
+            remember(key, {"facts": facts})
+            return ProbeResult(facts)
 
 
 def _recalled(known: dict[str, Any]) -> ProbeResult:
     if "refusal" in known:
         raise EnvironmentMismatch(known["refusal"])
     return ProbeResult(known["facts"], remembered=True)
-
-
-def _found_now(
-    recipe: Recipe,
-    config: PreTrainedConfig,
-    device: torch.device,
-    compute: torch.dtype | None,
-    folder: Path,
-    key: str,
-) -> ProbeResult:
-    from finetune.probe.judge import Differs
-    from finetune.probe.padding import compare_padded
-
-    base, facts = _whole_model(recipe, config, device)
-    try:
-        small, judgement = _judged(recipe, base, device, compute, folder)
-    except Differs as refusal:
-        remember(key, {"refusal": str(refusal)})
-        raise EnvironmentMismatch(str(refusal)) from None
-    facts |= {"small": {"layers": small.layers, "kinds": small.kinds, "parameters": small.parameters}}
-    facts |= {"note": judgement.note, "precision": judgement.precision, "bound": judgement.bound}
-    facts |= {"found": {way: asdict(off) for way, off in judgement.found.items()}}
-    facts |= {"padding": compare_padded(recipe, small, device)}
-    remember(key, {"facts": facts})
-    return ProbeResult(facts)
 
 
 def _judged(
