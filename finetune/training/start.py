@@ -69,7 +69,7 @@ from finetune.strategies.accelerator import check_launch, device_of, launch_note
 from finetune.tokens import dataset
 from finetune.tokens.conversation import CONVERSATION
 from finetune.tokens.encoder import Encoder
-from finetune.training.batch_notes import batch_notes
+from finetune.training.batch_notes import batch_notes, positions_of
 from finetune.training.batch_plan import BatchPlan, one_width, plan_batches
 from finetune.untrusted.json_files import read_object
 
@@ -245,7 +245,8 @@ def prepare(choices: Choices) -> Start:
             due = stop_time(recipe.run.stop_after, STARTED_AT)
         claim, mirror = _claim(choices, prepared)
         if claim.status != "finished":
-            print(*(wrapped(note, sys.stdout) for note in batch_notes(recipe, prepared, plan)), sep="\n", flush=True)
+            notes = batch_notes(recipe, prepared, plan, positions_of(recipe, choices.config))
+            print(*(wrapped(note, sys.stdout) for note in notes), sep="\n", flush=True)
     return Start(choices, prepared, plan, schedule, StopRequest(stop_time=due), scored, claim, mirror)
 
 
