@@ -95,7 +95,9 @@ def data_line(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> str:
 
 
 def _tokens_a_step(prepared: Prepared, plan: BatchPlan) -> int:
-    return _three_figures(prepared.facts["tokens"] / plan.rows * min(plan.global_batch_size, plan.total_rows))
+    """12,345 as 12,300: a mean over rows has no more than three certain figures."""
+    count = round(prepared.facts["tokens"] / plan.rows * min(plan.global_batch_size, plan.total_rows))
+    return round(count, min(0, 3 - len(str(count))))
 
 
 def _idle(plan: BatchPlan) -> int:
@@ -246,10 +248,3 @@ def _rows(plan: BatchPlan, count: int) -> str:
 
 def _steps(count: int) -> str:
     return counted(count, "step")
-
-
-def _three_figures(count: float) -> int:
-    """12,345 as 12,300: a mean over rows has no more than three certain figures."""
-    if count >= 1000:
-        return round(round(count), 2 - math.floor(math.log10(count)))
-    return round(count)
