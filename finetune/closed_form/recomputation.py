@@ -166,7 +166,13 @@ def choose_recomputation(
         why = f"there is no closed form for {unknown}"
     else:
         # From the least recomputation on, and from the most rows on. The last pair stays if none fits.
-        counts = _row_counts(recipe, room.count * room.nodes) if of_rows else [rows]
+        counts = [rows]
+        if of_rows:  # rows that split a rank's share of a step evenly
+            strategy_ranks = cached_strategy(recipe.accelerate_config).rank_count(room.count * room.nodes)
+            share = math.ceil(training.global_batch_size / strategy_ranks)
+            most = max(1, min(share, MOST_TOKENS_AT_ONCE // recipe.data.row_tokens))
+            steps_of_rank = range(math.ceil(share / most), share + 1)
+            counts = sorted({math.ceil(share / steps) for steps in steps_of_rank}, reverse=True)
         tried: list[tuple[Recomputation, int, int]] = []
         for setting, rows in product(settings, counts):
             estimated = estimate(_estimated(recipe, setting, gpus, per_device_batch_size=rows), config, room)
@@ -194,21 +200,12 @@ def choose_recomputation(
     return chosen
 
 
-def _row_counts(recipe: Recipe, ranks: int) -> list[int]:
-    """Rows of a micro-batch that split a rank's share of a step evenly, the largest first."""
-    ranks = cached_strategy(recipe.accelerate_config).rank_count(ranks)
-    share = math.ceil(recipe.training.global_batch_size / ranks)
-    most = max(1, min(share, MOST_TOKENS_AT_ONCE // recipe.data.row_tokens))
-    counts = {math.ceil(share / steps) for steps in range(math.ceil(share / most), share + 1)}
-    return sorted(counts, reverse=True)
-
-
 def chosen_words(recipe: Path, overrides: Sequence[str]) -> list[str]:
     """A recipe file's overrides, with `auto` resolved for its own GPUs."""
     loaded = load_recipe(recipe, overrides).recipe
     chosen = choose_recomputation(loaded, config_if_known(loaded.model), gpus_of(loaded.budget))
-    found = {ROWS: chosen.rows_facts, RECOMPUTATION: chosen.facts}
-    return [*overrides, *(f"training.{key}={str(each['runs']).lower()}" for key, each in found.items() if each)]
+    choices = {ROWS: chosen.rows_facts, RECOMPUTATION: chosen.facts}
+    return [*overrides, *(f"training.{key}={str(facts['runs']).lower()}" for key, facts in choices.items() if facts)]
 
 
 def _estimated(recipe: Recipe, setting: Recomputation, gpus: Gpus | None, **further: Any) -> Recipe:

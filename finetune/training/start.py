@@ -1,7 +1,7 @@
 """The first three of a training's five parts, before any process group: `refuse`, `choose` and `prepare`.
 
     refuse    settings, launch, machine, trackers and the Hub     -> Checked
-    choose    base, tokenizer, recomputation; the probe           -> Choices
+    choose    base, tokenizer, configuration, auto; the probe     -> Choices
     prepare   rows, steps, and rank 0's claim on the run folder   -> Start
 
 The first refusal ends the start. Only rank 0 writes, and only at the end, when it claims the run folder. `build` and
