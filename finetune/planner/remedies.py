@@ -363,7 +363,15 @@ def last_fitting(
     while high - low > 1:
         index = (low + high) // 2
         if len(points) < GUESSES:
-            guess = _guess(values, memory, points, estimated, start)
+            guess = start
+            if estimated is not None:  # scaled to the latest plan
+                factor = points[-1][1] / estimated(points[-1][0]) if points else CACHED
+                guess = bisect_right(values, memory / factor, key=estimated) - 1
+            elif points:  # a line through the two plans nearest to the memory; a single plan's goes through zero
+                nearest = [*sorted(points, key=lambda point: abs(point[1] - memory)), (0, 0)]
+                (value, nbytes), (other_value, other_bytes) = nearest[:2]
+                slope = (nbytes - other_bytes) / (value - other_value)  # bytes a token, or a row
+                guess = bisect_right(values, value + (memory - nbytes) / slope) - 1 if slope > 0 else start
             latest = guess == low >= 0 and points[-1][0] == values[low]
             if latest and estimated is not None and 1 <= points[-1][1] / estimated(values[low]) <= MOST_CACHED:
                 break  # the estimate can be trusted
@@ -375,28 +383,6 @@ def last_fitting(
         else:
             high = index
     return low
-
-
-def _guess(
-    values: Sequence[int],
-    memory: int,
-    points: Sequence[tuple[int, int]],
-    estimated: Callable[[int], int] | None,
-    start: int,
-) -> int:
-    """Index of the last value that fits: by the estimate, scaled to the latest plan, or by a line."""
-    if estimated is not None:
-        factor = points[-1][1] / estimated(points[-1][0]) if points else CACHED
-        return bisect_right(values, memory, key=lambda each: int(estimated(each) * factor)) - 1
-    if not points:
-        return start
-    # Through the two plans nearest to the memory. A single plan's line goes through zero.
-    nearest = [*sorted(points, key=lambda point: abs(point[1] - memory)), (0, 0)]
-    (value, nbytes), (other_value, other_bytes) = nearest[:2]
-    slope = (nbytes - other_bytes) / (value - other_value)  # bytes a token, or a row
-    if slope <= 0:
-        return start
-    return bisect_right(values, value + (memory - nbytes) / slope) - 1
 
 
 def lines(result: Iterable[Variant]) -> list[str]:

@@ -70,9 +70,12 @@ class DeepTrace:
 
 def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> DeepTrace:
     """Trace shallow models and extrapolate to the request's depth, or trace it at `full_depth`."""
-    if not full_depth and (counts := _fewer_micro_batches(request)) is not None:
-        return _of_few_micro_batches(request, folder, *counts)
-    strategy, layers = request.strategy, int(request.config["num_hidden_layers"])
+    strategy, layers, lora = request.strategy, int(request.config["num_hidden_layers"]), request.recipe.lora
+    # A pipeline's step has few of its micro-batches, unless a model with few layers may lack those that `lora` names.
+    if not full_depth and strategy.schedule is not None and not (lora and lora.names_single_layers):
+        counts = steps_alike(strategy.schedule, strategy.stage_count(request.ranks), len(request.batches))
+        if counts is not None:
+            return _of_few_micro_batches(request, folder, *counts)
     period, shallow = repetition(request)
     few, more = depths(layers, period, shallow)
     needed = (layers,) if full_depth or layers <= more else (more, few)
@@ -151,14 +154,6 @@ def check_fits(changes: Sequence[StorageChange], memory: int, outside_bytes: int
     except NoMemory:
         needed = outside_bytes + max(peak.allocated for peak in replay(changes).values())
         raise DoesNotFit(f"it needs {needed} bytes of a GPU's {memory}", needed) from None
-
-
-def _fewer_micro_batches(request: TraceRequest) -> tuple[int, int] | None:
-    """Two numbers of micro-batches to trace, instead of all in a pipeline's step."""
-    schedule, lora = request.strategy.schedule, request.recipe.lora
-    if schedule is None or (lora and lora.names_single_layers):  # a model with few layers may lack the named ones
-        return None
-    return steps_alike(schedule, request.strategy.stage_count(request.ranks), len(request.batches))
 
 
 def _of_few_micro_batches(request: TraceRequest, folder: Path, few: int, more: int) -> DeepTrace:
