@@ -96,7 +96,12 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
         if request.on_gpu and strategy.layers_repeat:
             changes = list(repeat_layers(deepest.timeline, DEVICE_NAME, needed[0], layers, period))
             if request.must_fit_bytes is not None:  # before the other depth is waited for, which is half the time
-                check_fits(changes, request.must_fit_bytes, request.outside_bytes)
+                try:
+                    replay(changes, request.must_fit_bytes - request.outside_bytes, expandable=expands_segments())
+                except NoMemory:
+                    bytes_needed = request.outside_bytes + max(peak.allocated for peak in replay(changes).values())
+                    message = f"it needs {bytes_needed} bytes of a GPU's {request.must_fit_bytes}"
+                    raise DoesNotFit(message, bytes_needed) from None
         if memory_alone:
             return DeepTrace(phases_of_changes(changes), deepest.work, changes=changes)
         traces = {depth: traced(depth) for depth in needed[1:]} | {needed[0]: deepest}
@@ -145,15 +150,6 @@ def repetition(request: TraceRequest) -> tuple[int, int]:
             packed = 2 * int(getattr(torch, quantization.bnb_4bit_quant_storage).itemsize)
         shallow += layers_kept_gathered(config, packed)
     return period, shallow
-
-
-def check_fits(changes: Sequence[StorageChange], memory: int, outside_bytes: int) -> None:
-    """Raise DoesNotFit if the allocator cannot replay the changes in what `outside_bytes` leave."""
-    try:
-        replay(changes, memory - outside_bytes, expandable=expands_segments())
-    except NoMemory:
-        needed = outside_bytes + max(peak.allocated for peak in replay(changes).values())
-        raise DoesNotFit(f"it needs {needed} bytes of a GPU's {memory}", needed) from None
 
 
 def _of_few_micro_batches(request: TraceRequest, folder: Path, few: int, more: int) -> DeepTrace:
