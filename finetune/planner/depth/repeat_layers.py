@@ -119,8 +119,8 @@ def repeat_layers(timeline: Timeline, device: str, layers: int, deep: int, perio
                 positions: Sequence[int | None] = (
                     [None] if layer is None else repeat.positions_of(layer, run.layer, copy)
                 )
-                for position in positions:
-                    yield StorageChange((position, *visit_and_position), event.nbytes, phase, stream)
+                for deep_layer in positions:
+                    yield StorageChange((deep_layer, *visit_and_position), event.nbytes, phase, stream)
         previous_layer = block[-1].layer
 
 
