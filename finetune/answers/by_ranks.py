@@ -21,8 +21,8 @@ from accelerate import Accelerator
 
 from finetune.errors import FinetuneError
 from finetune.finished_run import BOTH, FinishedRun, best_device, models_of
-from finetune.generation.generate import may_share_a_batch, stop_on
 from finetune.generation.held_out import Batching
+from finetune.generation.settings import may_share_a_batch, stop_on
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
 from finetune.launch.rendezvous import rendezvous

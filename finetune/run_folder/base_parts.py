@@ -29,7 +29,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from finetune.base.location import folder_of, resolve_model_path
 from finetune.files import TEMPORARY_PREFIX, write_json, write_text
-from finetune.generation.generate import without_penalties
+from finetune.generation.settings import without_penalties
 from finetune.model.dtypes import dtype_name
 from finetune.model.stored_structure import passed_over, stored_structure
 from finetune.model.text_part import names_in_whole

@@ -17,7 +17,7 @@ from finetune.base.identity import BASE_CONTENT, base_identity, recorded_base
 from finetune.base.location import base_file, own_end_tokens, published_name
 from finetune.errors import FinetuneError, NotFinite
 from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder, write_json
-from finetune.generation.generate import stop_on, without_penalties
+from finetune.generation.settings import stop_on, without_penalties
 from finetune.library_errors import library_errors
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
