@@ -143,8 +143,6 @@ def check_extras() -> Iterator[Finding]:
             yield Finding("extras", "look", f"no {name}", f"for {purpose}, in the checkout: {install_command(extra)}")
         elif module in failed:
             yield Finding("extras", "bad", f"{name}: {failed[module][:200]}", "install a wheel that fits this torch")
-    if "deepspeed" in versions and not shutil.which("g++"):
-        yield Finding("extras", "look", "no g++", "DeepSpeed's offload compiles its own Adam; install g++ and ninja")
 
 
 def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
@@ -152,22 +150,18 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
     from finetune.launch.launcher import read_launch
     from finetune.launch.local_ranks import ranks_here
     from finetune.launch.plan import plan_launch
-    from finetune.recipe.strategy import strategy_of
-    from finetune.report.trackers import check_trackers
-    from finetune.strategies.accelerator import machine_checks
+    from finetune.recipe.strategy_fit import refuse_recipe
+    from finetune.strategies.machine import machine_problems
 
     recipe = loaded.recipe
-    launch = replace(read_launch(), words=("python", str(TRAIN_SCRIPT), str(loaded.path)))
-    checks: dict[str, Callable[[], object]] = {
-        "ranks": lambda: ranks_here(plan_launch(loaded.path, [], launcher="torchrun")),
-        **machine_checks(recipe, strategy_of(recipe), launch, on_cpu=not recipe.budget.gpus),
-        "trackers": lambda: check_trackers(recipe),
-    }
-    for name, check in checks.items():
-        try:
-            check()
-        except FinetuneError as error:
-            yield Finding(name, "bad", *error.parts())
+    try:
+        ranks_here(plan_launch(loaded.path, [], launcher="torchrun"))
+    except FinetuneError as error:
+        yield Finding("ranks", "bad", *error.parts())
+    words = ("python", str(TRAIN_SCRIPT), str(loaded.path))
+    launch = replace(read_launch(), words=words, on_cpu=not recipe.budget.gpus)
+    for topic, problem in machine_problems(recipe, refuse_recipe(recipe), launch):
+        yield Finding(topic, "bad", *FinetuneError(problem).parts())
     model = recipe.model
     if weights_are_here(model.name_or_path, model.revision):
         yield Finding("model", "ok", f"the weights of {model.name_or_path} are on this machine")
@@ -184,38 +178,28 @@ def check_has_gpus() -> Iterator[Finding]:
     import psutil
     import torch
 
+    from finetune.strategies.machine import OLDER_WHEELS, kernels_of_others, why_torch_sees_no_gpu
+
     memory = psutil.virtual_memory()
     cores = usable_cores()
     room = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of memory free"
     yield Finding("devices", "ok", f"{cores} CPU cores, {room}")
-    driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
-    built = torch.version.cuda or torch.version.hip
     for index in range(torch.cuda.device_count()):
-        yield _gpu(index)
-    if driver and not built:
-        text = f"an NVIDIA driver is installed, and torch {torch.__version__} is built for the CPU"
-        yield Finding("wheels", "bad", text, "install torch's wheel for CUDA: https://pytorch.org/get-started")
-    elif driver and not torch.cuda.is_available():
-        text = f"torch {torch.__version__}, built for {built}, sees no GPU"
-        yield Finding("wheels", "bad", text, "look at CUDA_VISIBLE_DEVICES, and whether the driver is older than that")
+        device = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        text = f"GPU {index}: {device.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, bf16 "
+        text += "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
+        if kernels := kernels_of_others(index):
+            yield Finding("devices", "bad", f"{text}; torch has kernels for {kernels}", OLDER_WHEELS)
+        elif free < total / 2:
+            yield Finding("devices", "look", text, "another program holds its memory; nvidia-smi names it")
+        else:
+            yield Finding("devices", "ok", text)
+    if not torch.cuda.is_available() and (reason := why_torch_sees_no_gpu()):
+        yield Finding("wheels", "bad", *FinetuneError(reason).parts())
     else:
-        yield Finding("wheels", "ok", f"torch {torch.__version__}, built for {built or 'the CPU'}")
-
-
-def _gpu(index: int) -> Finding:
-    import torch
-
-    from finetune.strategies.gpu_needs import OLDER_WHEELS, kernels_of_others
-
-    device = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    text = f"GPU {index}: {device.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, bf16 "
-    text += "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
-    if kernels := kernels_of_others(index):
-        return Finding("devices", "bad", f"{text}; torch has kernels for {kernels}", OLDER_WHEELS)
-    if free < total / 2:
-        return Finding("devices", "look", text, "another program holds its memory; nvidia-smi names it")
-    return Finding("devices", "ok", text)
+        built = torch.version.cuda or torch.version.hip or "the CPU"
+        yield Finding("wheels", "ok", f"torch {torch.__version__}, built for {built}")
 
 
 def check_disk(recipe: Recipe | None) -> Iterator[Finding]:

@@ -27,10 +27,10 @@ from finetune.launch.launcher import read_launch
 from finetune.measure.units import GIB
 from finetune.recipe.loader import load_recipe
 from finetune.redaction import redact, variables
-from finetune.strategies.accelerator import check_launch
-from finetune.strategies.gpu_needs import OLDER_WHEELS
+from finetune.strategies.machine import OLDER_WHEELS
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN, WRITER
+from tests.support.runs.launching import check_launch
 from tests.support.stand_ins.pretend_cuda import pretended_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +124,7 @@ def test_an_extra_that_does_not_load_is_bad(monkeypatch: pytest.MonkeyPatch) -> 
     ("cuda", "driver", "state", "words"),
     [
         (None, "/usr/bin/nvidia-smi", "bad", "built for the CPU"),
-        ("13.0", "/usr/bin/nvidia-smi", "bad", "built for 13.0, sees no GPU"),
+        ("13.0", "/usr/bin/nvidia-smi", "bad", "built for CUDA 13.0, sees no GPU behind this driver"),
         ("13.0", None, "ok", "built for 13.0"),
     ],
 )

@@ -20,8 +20,8 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.sections.model import PREFIX
 from finetune.recipe.sections.preferences import names_second_model
-from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
-from finetune.recipe.strategy_fit import ranks_problem
+from finetune.recipe.strategy import CONFIG_FOLDER, Strategy
+from finetune.recipe.strategy_fit import ranks_problem, refuse_recipe
 from finetune.redaction import secret_key
 from finetune.wording import counted
 
@@ -147,7 +147,7 @@ def plan_launch(
     loaded = load_recipe(recipe, overrides)
     if secret := secret_key(loaded.recipe.model_dump(mode="json"), ()):
         raise FinetuneError(f"{secret[0]}: holds {secret[1]}; remove it, and revoke it if it was ever shown")
-    budget, strategy = loaded.recipe.budget, strategy_of(loaded.recipe)
+    budget, strategy = loaded.recipe.budget, refuse_recipe(loaded.recipe)
     machines = {"nodes": budget.nodes, "gpus": budget.gpus}
     typed: list[str] = []
     if nodes is not None:

@@ -29,10 +29,8 @@ from finetune.planner.trace.timeline import Peak, PhaseMemory
 from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import strategy_of
-from finetune.recipe.strategy_fit import ranks_problem
-from finetune.strategies.accelerator import check_combination
-from finetune.strategies.packages import check_packages
+from finetune.recipe.strategy_fit import pages_problem, ranks_problem, refuse_recipe
+from finetune.strategies.packages import missing_packages
 from finetune.tokens.batches import MicroBatch
 from finetune.wording import counted
 
@@ -139,9 +137,10 @@ def plan_recipe(
         keeps_gradients: FSDP2 reduces gradients once a step, as a run has chosen; None: as a run on `gpus` would.
         memory_alone: The step that makes the optimizer's state has short rows, which halves the time. `work` is wrong.
     """
-    strategy = strategy_of(recipe)
-    check_packages(recipe, strategy, plan=True)
-    check_combination(recipe, strategy, on_cpu=gpus is None)
+    strategy = refuse_recipe(recipe)
+    problem = missing_packages(recipe, strategy, plan=True) or (gpus is None and pages_problem(recipe))
+    if problem:
+        raise EnvironmentMismatch(problem)
     if gpus is not None and gpus.lacks_float8 and recipe.model.load_in_fp8:
         raise EnvironmentMismatch(
             f"model.load_in_fp8: float8 begins with compute capability 8.9 (Ada, Hopper), {gpus.name} has no products "

@@ -1,6 +1,7 @@
-"""Finds settings that a strategy cannot train with, on any machine. Nothing here imports torch.
+"""The half of `refuse` that a recipe decides on any machine: settings and ranks that its strategy cannot train.
 
-For such a setting `check` refuses the recipe, training refuses the run, and `import` writes a value that can run.
+For such a setting `check`, `launch` and `plan` refuse the recipe, training refuses the run, and `import` writes a value
+that can run. strategies/machine.py has the other half. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.errors import EnvironmentMismatch
 from finetune.paths import from_here
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS, for_shards
 from finetune.recipe.sections.pipelines import can_interleave
+from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
 from finetune.wording import counted
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
-    from finetune.recipe.strategy import Strategy
 
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision -> the weights' format under DeepSpeed
 
@@ -32,6 +34,17 @@ class Unfit:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.problem}; {self.remedy}"
+
+
+def refuse_recipe(recipe: Recipe) -> Strategy:
+    """The recipe's strategy, which can train its settings.
+
+    Raises RecipeError with each mistake in the strategy's file, and EnvironmentMismatch for the first unfit setting.
+    """
+    strategy = strategy_of(recipe)
+    for misfit in unfit(recipe, strategy):
+        raise EnvironmentMismatch(str(misfit))
+    return strategy
 
 
 def unfit(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
@@ -75,6 +88,13 @@ def _under_engine(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     if training.pure_bf16 and strategy.offloaded:
         problem, remedy = f"{name} keeps float32 state in host memory", "set training.pure_bf16=false"
         yield Unfit("training.pure_bf16", problem, remedy, {"training.pure_bf16": False})
+    if recipe.model.new_tokens and recipe.lora is not None and strategy.shards_parameters:
+        # peft 0.21 takes the rows out of sharded embeddings with a collective that only CUDA has
+        # (TrainableTokensLayer). No test of ours has seen it run.
+        key = "model.add_tokens" if recipe.model.add_tokens else "model.add_special_tokens"
+        problem = f"peft does not train new rows under {strategy.name}, which shards embeddings"
+        remedy = "set accelerate_config: fsdp2, or train all weights (lora: null)"
+        yield Unfit(key, problem, remedy, {"accelerate_config": "fsdp2"})
     section = recipe.preferences
     if section is not None and section.needs_reference and section.reference not in ("start", "adapter_off"):
         key = f"{training.objective}.reference"
@@ -149,17 +169,17 @@ def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
         yield Unfit("model.add_tokens", problem, remedy, {"accelerate_config": "fsdp2"})
 
 
-def refuses_new_rows(recipe: Recipe, strategy: Strategy) -> str | None:
-    """The reason, with a remedy, why this strategy cannot train the new tokens' rows beside adapters; None if it can.
+def pages_problem(recipe: Recipe) -> str | None:
+    """The reason, with a remedy, why the optimizer's state cannot be in pages of a CPU; None if it has none.
 
-    peft 0.21 takes the rows out of sharded embeddings with a collective that only CUDA has (TrainableTokensLayer). No
-    test of ours has seen it run.
+    Pages are CUDA's managed memory: on a CPU bitsandbytes would take its plain classes, with one warning.
     """
-    if not recipe.model.new_tokens or recipe.lora is None or not (strategy.uses_engine and strategy.shards_parameters):
+    name = recipe.training.optim
+    if not OPTIMIZERS[name].paged:
         return None
     return (
-        f"peft does not train new rows under {strategy.name}, which shards embeddings; set accelerate_config: fsdp2, "
-        "or train all weights (lora: null)"
+        f"training.optim: {name} pages its state between GPU and host, a CPU has no such pages; "
+        f"set training.optim={OPTIMIZERS[name].unpaged}"
     )
 
 
@@ -176,8 +196,6 @@ def ranks_problem(recipe: Recipe, strategy: Strategy, ranks: int, per_node: int,
         more = "take more GPUs"
         if not machines:
             processes = max(2, recipe.budget.gpus * recipe.budget.nodes)
-            from finetune.recipe.strategy import CONFIG_FOLDER
-
             more = (
                 f"start it by `finetune train`, or by `accelerate launch --multi_gpu --num_processes {processes}`, on "
                 f"a CPU with `--config_file {from_here(CONFIG_FOLDER / 'cpu_2proc.yaml')}`"

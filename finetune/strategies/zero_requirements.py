@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from finetune.errors import EnvironmentMismatch
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 
@@ -41,42 +40,34 @@ def zero_environment(recipe: Recipe, *, on_cpu: bool) -> None:
             _let_fp16_run_on_cpu()
 
 
-def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
-    """Compile, before anything is loaded, the code that DeepSpeed would compile later within its process group.
-
-    Raises EnvironmentMismatch with the command that installs a missing compiler or header.
-    """
+def engine_problems(strategy: Strategy, *, on_cpu: bool) -> Iterator[str]:
+    """Each reason, with its remedy, why this machine runs the engine differently, or not at all."""
+    place = f"accelerate_config: {strategy.name}"
     # pip installs ninja next to python, which is not on the PATH of an environment that is not activated.
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
-    _require_disk_access(strategy, on_cpu)
-    if on_cpu and shutil.which("g++") and shutil.which("ninja"):  # else the engine says what it misses
-        compile_ahead("ShareMemCommBuilder", ("deepspeed_shm_comm",), on_cpu)
-
-
-def require_engine(strategy: Strategy, *, on_cpu: bool) -> None:
-    """Refuse a machine on which this engine runs differently. Raises EnvironmentMismatch."""
     if on_cpu and torch.cuda.is_available():
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.name}: on a machine with GPUs DeepSpeed takes them; hide them with "
-            "CUDA_VISIBLE_DEVICES="
-        )
-
-
-def _require_disk_access(strategy: Strategy, on_cpu: bool) -> None:
+        yield f"{place}: on a machine with GPUs DeepSpeed takes them; hide them with CUDA_VISIBLE_DEVICES="
     if "nvme" not in strategy.offload_devices.values():
         return  # CPU offload runs torch's own fused AdamW, which needs no compiler
     if shutil.which("g++") is None or shutil.which("ninja") is None:
-        what = "DeepSpeed compiles its NVMe access with g++ and ninja"
-        raise _missing(strategy, what, "apt-get install g++ ninja-build")
+        install = "install it with: apt-get install g++ ninja-build"
+        yield f"{place}: DeepSpeed compiles its NVMe access with g++ and ninja; {install}"
+        return
     program = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }"
     command = ["g++", "-x", "c++", "-", "-o", os.devnull, "-laio"]
     if subprocess.run(command, input=program, text=True, capture_output=True, check=False).returncode != 0:
-        raise _missing(strategy, "NVMe offload needs libaio and its header", "apt-get install libaio-dev")
-    compile_ahead("AsyncIOBuilder", ("async_io", "pin_memory"), on_cpu)  # the second is built first
+        yield f"{place}: NVMe offload needs libaio and its header; install it with: apt-get install libaio-dev"
 
 
-def _missing(strategy: Strategy, what: str, remedy: str) -> EnvironmentMismatch:
-    return EnvironmentMismatch(f"accelerate_config: {strategy.name}: {what}; install it with: {remedy}")
+def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
+    """Compile, before anything is loaded, the code that DeepSpeed would compile later within its process group.
+
+    `engine_problems` comes first: it makes ninja known, and refuses a machine without the compilers.
+    """
+    if "nvme" in strategy.offload_devices.values():
+        compile_ahead("AsyncIOBuilder", ("async_io", "pin_memory"), on_cpu)  # the second is built first
+    if on_cpu and shutil.which("g++") and shutil.which("ninja"):  # else the engine says what it misses
+        compile_ahead("ShareMemCommBuilder", ("deepspeed_shm_comm",), on_cpu)
 
 
 def compile_ahead(builder: str, folders: Sequence[str], on_cpu: bool) -> None:

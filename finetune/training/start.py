@@ -50,8 +50,8 @@ from finetune.recipe.mixed_precision import (
 )
 from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
-from finetune.recipe.sections.engine_keys import engine_notes
 from finetune.recipe.strategy import Strategy
+from finetune.recipe.strategy_fit import refuse_recipe
 from finetune.run_folder.checkpoint import read_state_of
 from finetune.run_folder.facts import MOST_RECORD_BYTES, read_state
 from finetune.run_folder.folder import (
@@ -64,7 +64,7 @@ from finetune.run_folder.folder import (
     keys_at_default,
     lock_run_folder,
 )
-from finetune.strategies.accelerator import check_launch, device_of, launch_notes
+from finetune.strategies.machine import device_of, launch_notes, refuse_machine
 from finetune.tokens import dataset
 from finetune.tokens.conversation import CONVERSATION
 from finetune.tokens.encoder import Encoder
@@ -129,16 +129,9 @@ def refuse(loaded: LoadedRecipe, launch: Launch) -> Checked:
     """Refuse settings that this launch or machine cannot train. Reads no data and no weights. Raises FinetuneError."""
     loaded, formats = choose_formats(loaded, launch)
     recipe, device = loaded.recipe, device_of(launch)
-    strategy = check_launch(recipe, launch)
-    if recipe.report_to:
-        from finetune.report.trackers import check_trackers
-
-        check_trackers(recipe)
-    notes = [
-        *launch_notes(launch, strategy),
-        *strategy.notes,
-        *engine_notes(strategy.section("deepspeed_config"), recipe.training.mixed_precision),
-    ]
+    strategy = refuse_recipe(recipe)
+    refuse_machine(recipe, strategy, launch)
+    notes = [*launch_notes(launch, strategy), *strategy.notes]
     if recipe.hub.push:
         from finetune.hub.around_training import check_before_training
 

@@ -15,6 +15,10 @@ from typing import Any
 
 from finetune.files import read_lines
 from finetune.launch.launcher import Launch
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
+from finetune.recipe.strategy_fit import refuse_recipe
+from finetune.strategies.machine import refuse_machine
 from tests.support.runs.two_hosts import Host
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -29,6 +33,13 @@ ALONE = Launch(
     rank=0,
     on_cpu=False,
 )
+
+
+def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
+    """Both halves of `refuse`: the recipe's alone, then this machine's. Returns the strategy."""
+    strategy = refuse_recipe(recipe)
+    refuse_machine(recipe, strategy, launch)
+    return strategy
 
 
 @dataclass(frozen=True)
