@@ -21,8 +21,7 @@ from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.sections.model import PREFIX
 from finetune.recipe.sections.preferences import names_second_model
 from finetune.recipe.strategy import CONFIG_FOLDER, Strategy
-from finetune.recipe.strategy_fit import ranks_problem, refuse_recipe
-from finetune.redaction import secret_key
+from finetune.recipe.strategy_fit import ranks_problem, refuse_recipe, refuse_secrets
 from finetune.wording import counted
 
 Launcher = Literal["slurm", "torchrun", "kubeflow", "hf-jobs", "ray"]
@@ -145,8 +144,7 @@ def plan_launch(
         if not re.fullmatch(form, value):
             raise FinetuneError(f"--{name}: {printable(value)!r} is not {meant}")
     loaded = load_recipe(recipe, overrides)
-    if secret := secret_key(loaded.recipe.model_dump(mode="json"), ()):
-        raise FinetuneError(f"{secret[0]}: holds {secret[1]}; remove it, and revoke it if it was ever shown")
+    refuse_secrets(loaded.recipe)
     budget, strategy = loaded.recipe.budget, refuse_recipe(loaded.recipe)
     machines = {"nodes": budget.nodes, "gpus": budget.gpus}
     typed: list[str] = []

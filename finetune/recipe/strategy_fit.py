@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import EnvironmentMismatch
+from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.paths import from_here
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS, for_shards
 from finetune.recipe.sections.pipelines import can_interleave
 from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
+from finetune.redaction import known_secrets, secret_key
 from finetune.wording import counted
 
 if TYPE_CHECKING:
@@ -45,6 +46,14 @@ def refuse_recipe(recipe: Recipe) -> Strategy:
     for misfit in unfit(recipe, strategy):
         raise EnvironmentMismatch(str(misfit))
     return strategy
+
+
+def refuse_secrets(recipe: Recipe) -> None:
+    """Raise RecipeError for a token: a job or the run folder would keep it, and a push would publish it."""
+    # Secret environment variables count only before an upload: they may hold a plain word that the recipe needs.
+    known = known_secrets() if recipe.hub.push or recipe.storage else ()
+    if secret := secret_key(recipe.model_dump(mode="json"), known):
+        raise RecipeError([f"{secret[0]}: holds {secret[1]}; remove it, and revoke it if it was ever shown"])
 
 
 def unfit(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:

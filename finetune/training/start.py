@@ -1,6 +1,6 @@
 """The first three of a training's five parts, before any process group: `refuse`, `choose` and `prepare`.
 
-    refuse    settings, launch, machine, trackers and the Hub     -> Checked
+    refuse    settings, then machine and launch; storage, Hub     -> Checked
     choose    base, tokenizer, recomputation; the probe           -> Choices
     prepare   rows, steps, and rank 0's claim on the run folder   -> Start
 
