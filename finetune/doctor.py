@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -78,20 +79,10 @@ def examine_machine(loaded: LoadedRecipe | None = None, *, online: bool = False)
     With a recipe also what `finetune train` would refuse on this machine.
     """
     recipe = loaded.recipe if loaded else None
-    parts: Sequence[Callable[[], Iterator[Finding]]] = (
-        check_python,
-        check_libraries,
-        check_extras,
-        check_has_gpus,
-        lambda: check_disk(recipe),
-        lambda: check_token(recipe, online=online),
-        check_accelerate,
-        check_variables,
-        lambda: check_start(loaded) if loaded else iter(()),
-    )
-    for part in parts:
-        for finding in part():
-            yield Finding(finding.name, finding.state, redact(finding.seen), redact(finding.remedy))
+    machine = chain(check_python(), check_libraries(), check_extras(), check_has_gpus())
+    places = chain(check_disk(recipe), check_token(recipe, online=online), check_accelerate(), check_variables())
+    for finding in chain(machine, places, check_start(loaded) if loaded else ()):
+        yield Finding(finding.name, finding.state, redact(finding.seen), redact(finding.remedy))
 
 
 def check_python() -> Iterator[Finding]:
@@ -288,36 +279,24 @@ def as_text(item: Finding) -> str:
 
 
 def _token_for(name: str, *, online: bool) -> Finding:
-    """Whether this model can be downloaded without a token."""
-    try:
-        gated = is_gated(name, online=online)
-    except EnvironmentMismatch as error:
-        seen, remedy = error.parts()
-        return Finding("token", "bad", f"none; {seen}", remedy)
-    if gated is None:
+    """Whether this model can be downloaded without a token. With `online` the Hub is asked, without one."""
+    from huggingface_hub import HfApi
+
+    gated = name.startswith(GATED)
+    if not online and not gated:
         return Finding("token", "look", f"none; {name} may be gated", "--online asks the Hub")
+    if online:
+        try:
+            gated = bool(HfApi().model_info(name, token=False).gated)
+        except Exception as error:
+            if (hub_error := classify_error(error)) is None:
+                raise
+            remedy = "try again later, or correct the name"
+            return Finding("token", "bad", f"none; {name}: {hub_error.reason}", remedy)
     if gated:
         remedy = f"ask on https://huggingface.co/{name}, then: hf auth login"
         return Finding("token", "bad", f"none, and {name} is gated", remedy)
     return Finding("token", "ok", f"none; {name} needs none")
-
-
-def is_gated(name: str, *, online: bool) -> bool | None:
-    """Whether the Hub shows a model's files only to those who asked for access; None if that is not known.
-
-    With `online` the Hub is asked, without a token. Raises EnvironmentMismatch if it does not answer.
-    """
-    if not online:
-        return True if name.startswith(GATED) else None
-    from huggingface_hub import HfApi
-
-    try:
-        return bool(HfApi().model_info(name, token=False).gated)
-    except Exception as error:
-        hub_error = classify_error(error)
-        if hub_error is None:
-            raise
-        raise EnvironmentMismatch(f"{name}: {hub_error.reason}; try again later, or correct the name") from error
 
 
 def scope(repo_id: str | None, endpoint: str | None = None) -> str:

@@ -76,6 +76,8 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         typed = launcher_words(sys.orig_argv) or ["python", *sys.orig_argv[1:]]
         if "SLURM_PROCID" in environment and "RANK" in environment:
             typed = ["srun", *typed]
+    # Accelerate 1.15 does not pass on a config's `use_cpu` to several processes, so read the config as well.
+    use_cpu = environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
     world_size = int(environment.get("WORLD_SIZE", "1"))
     nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
     return Launch(
@@ -85,7 +87,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         threads_chosen="OMP_NUM_THREADS" in inherited,
         world_size=world_size,
         rank=int(environment.get("RANK", "0")),
-        on_cpu=_on_cpu(environment, config),
+        on_cpu=use_cpu or _settings_of(config).get("use_cpu") is True,
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", max(1, world_size // nodes))),
         nodes=nodes,
@@ -171,16 +173,6 @@ def speaks_for_ranks(name: str = "RANK", environment: Mapping[str, str] = os.env
     rank = environment.get(name, environment.get("SLURM_PROCID", "0"))
     among_ranks = under_launcher(environment) or {"MASTER_ADDR", "SLURM_PROCID"} & environment.keys()
     return not among_ranks or not rank.isdigit() or int(rank) == 0
-
-
-def _on_cpu(environment: Mapping[str, str], config: str | None) -> bool:
-    """Whether the launcher was asked to use the CPU.
-
-    Accelerate 1.15 does not pass on a config's `use_cpu` to several processes, so read the config as well.
-    """
-    if environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes"):
-        return True
-    return _settings_of(config).get("use_cpu") is True
 
 
 _VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")

@@ -94,13 +94,25 @@ class LaunchPlan:
     @property
     def local_paths(self) -> tuple[tuple[str, str], ...]:
         """(key, path) for each file or folder of this machine that the recipe reads and an image does not have."""
+        recipe = self.loaded.recipe
+        names = [("model.name_or_path", recipe.model.name_or_path), ("model.adapter", recipe.model.adapter)]
+        names += [("data.chat_template", recipe.data.chat_template)]
+        names += [("data", entry.path) for entry in recipe.data.sets if entry.data_files is None]
+        if recipe.preferences is not None and names_second_model(recipe.preferences):
+            names.append((f"{recipe.training.objective}.reference", recipe.preferences.reference))
+        local = [
+            (key, name) for key, name in names if name and (name.startswith((".", os.sep)) or os.path.exists(name))
+        ]
+        if not self.strategy.path.resolve().is_relative_to(CONFIG_FOLDER.resolve()):
+            local.append(("accelerate_config", recipe.accelerate_config))
+        for entry in recipe.data.sets:
+            files = entry.data_files or []
+            local += [("data", name) for name in ([files] if isinstance(files, str) else files)]
+        if recipe.eval.generate.file is not None:
+            local.append(("eval.generate.file", recipe.eval.generate.file))
         # A packaged recipe finds the package's files wherever the package is.
-        shipped = (SHIPPED / "data").resolve()
-        return tuple(
-            (key, path)
-            for key, path in _local_paths(self)
-            if self.shipped_recipe is None or not Path(path).resolve().is_relative_to(shipped)
-        )
+        shipped = (SHIPPED / "data").resolve() if self.shipped_recipe else None
+        return tuple(entry for entry in local if not (shipped and Path(entry[1]).resolve().is_relative_to(shipped)))
 
     @property
     def world(self) -> int:
@@ -179,8 +191,8 @@ def plan_launch(
 
 
 def _misfits(plan: LaunchPlan) -> Iterator[str]:
-    """Reasons why the trainer would refuse these machines, or why ranks would be idle."""
-    strategy, world = plan.strategy, plan.world
+    """Reasons why these machines cannot start the recipe, or why ranks would be idle."""
+    recipe, strategy, world = plan.loaded.recipe, plan.strategy, plan.world
     each = counted(plan.ranks, "CPU process", "CPU processes")
     if plan.gpus:
         each = counted(plan.gpus, "GPU")
@@ -188,10 +200,10 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
     if strategy.only_where and plan.gpus:
         place = f"accelerate_config: {strategy.name}"
         yield f"{place} runs on a CPU, not on {machines}; set accelerate_config=ddp, or take no GPU: budget.gpus=0"
-    if problem := ranks_problem(plan.loaded.recipe, strategy, world, plan.ranks, machines):
+    if problem := ranks_problem(recipe, strategy, world, plan.ranks, machines):
         yield problem
     # Stages of one pipeline share their rows, so only the pipelines are counted.
-    rows, readers = plan.loaded.recipe.training.global_batch_size, strategy.data_rank_count(world)
+    rows, readers = recipe.training.global_batch_size, strategy.data_rank_count(world)
     if rows < readers:
         idle = f"{counted(rows, 'row')} a step leave {readers - rows} of {readers} ranks without one"
         yield f"training.global_batch_size: {idle}; raise it to {readers}, or take fewer GPUs"
@@ -201,14 +213,11 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
         yield f"--image: apptainer reads {image} as a file's name; write docker://{image}, or a .sif file"
     if image and plan.launcher in ("kubeflow", "hf-jobs") and is_of_apptainer:
         yield f"--image: {image} is apptainer's, and {plan.launcher} takes a registry's: REGISTRY/finetune:1.0"
-    if plan.launcher in ("kubeflow", "hf-jobs"):
-        yield from _misfits_of_an_image(plan)
-
-
-def _misfits_of_an_image(plan: LaunchPlan) -> Iterator[str]:
-    """Reasons why a container without this machine's folders cannot run the recipe."""
-    on, recipe = plan.launcher, plan.loaded.recipe
-    if plan.options.image is None:
+    on = plan.launcher
+    if on not in ("kubeflow", "hf-jobs"):
+        return
+    # A container has none of this machine's folders.
+    if not image:
         yield (
             f"--image: is missing, and {on} runs a container; build one from the checkout's Dockerfile, push it, and "
             "name it: --image REGISTRY/finetune:1.0"
@@ -241,23 +250,3 @@ def _misfits_of_an_image(plan: LaunchPlan) -> Iterator[str]:
             "hub.push: is false, and a job's disk ends with it; set hub.push=true hub.repo_id=OWNER/NAME, or "
             "run.storage=hf://OWNER/NAME@BRANCH"
         )
-
-
-def _local_paths(plan: LaunchPlan) -> Iterator[tuple[str, str]]:
-    recipe = plan.loaded.recipe
-    names = [("model.name_or_path", recipe.model.name_or_path), ("model.adapter", recipe.model.adapter)]
-    names += [("data.chat_template", recipe.data.chat_template)]
-    names += [("data", entry.path) for entry in recipe.data.sets if entry.data_files is None]
-    if recipe.preferences is not None and names_second_model(recipe.preferences):
-        names.append((f"{recipe.training.objective}.reference", recipe.preferences.reference))
-    for key, name in names:
-        if name is not None and (name.startswith((".", os.sep)) or os.path.exists(name)):
-            yield key, name
-    if not plan.strategy.path.resolve().is_relative_to(CONFIG_FOLDER.resolve()):
-        yield "accelerate_config", recipe.accelerate_config
-    for entry in recipe.data.sets:
-        files = entry.data_files or []
-        for name in [files] if isinstance(files, str) else files:
-            yield "data", name
-    if recipe.eval.generate.file is not None:
-        yield "eval.generate.file", recipe.eval.generate.file

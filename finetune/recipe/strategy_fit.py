@@ -225,17 +225,10 @@ def ranks_problem(recipe: Recipe, strategy: Strategy, ranks: int, per_node: int,
             f"{counted(copies, 'copy', 'copies')} are {ranks // copies} each; launch {shards * copies}, or remove the "
             "line"
         )
-    return stages_problem(recipe, strategy, ranks)
-
-
-def stages_problem(recipe: Recipe, strategy: Strategy, ranks: int) -> str | None:
-    """The reason, with a remedy, why these ranks cannot train as pipelines; None if they can.
-
-    The ranks may not divide into pipelines of at least two stages, or the schedule may not fit a step's micro-batches.
-    """
     pipelines = strategy.pipelines
     if pipelines is None:
         return None
+    # The ranks may not divide into pipelines of two stages or more, or the schedule may not fit the micro-batches.
     if (misfit := pipelines.misfit(ranks)) is not None:
         return f"accelerate_config: {strategy.name} {misfit}"
     stages, training = strategy.stage_count(ranks), recipe.training

@@ -61,13 +61,24 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         zero_environment(recipe, on_cpu=on_cpu)
         process_group.backend = "gloo" if on_cpu else None
         zero = zero_plugin(recipe, strategy, world_size=launch.world_size, on_cpu=on_cpu)
+    fsdp = None
+    if strategy.shards_modules:  # mixed precision, units and loading are fsdp.py's
+        fsdp = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=strategy.reshard_after_forward,
+            cpu_offload=strategy.offloaded,
+            auto_wrap_policy="no_wrap",  # the model comes sharded
+            state_dict_type="SHARDED_STATE_DICT",
+            cpu_ram_efficient_loading=False,  # rank 0 alone reads the weights all the same: fsdp.py
+            activation_checkpointing=False,
+        )
     on_gpu = nullcontext() if on_cpu else libraries_on_gpu(gpu_of_rank(launch.local_rank))
     with quiet, on_gpu:
         accelerator = Accelerator(
             mixed_precision=recipe.training.mixed_precision,
             # With cpu=True Accelerate would drop the plugin of an engine on gloo ranks.
             cpu=zero is None and on_cpu,
-            fsdp_plugin=_fsdp_plugin(strategy) if strategy.shards_modules else None,
+            fsdp_plugin=fsdp,
             deepspeed_plugin=zero,
             kwargs_handlers=[
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
@@ -98,19 +109,6 @@ def go_around_peers(launch: Launch) -> None:
         )
 
 
-def _fsdp_plugin(strategy: Strategy) -> FullyShardedDataParallelPlugin:
-    """The plugin that the file describes; mixed precision, units and loading are fsdp.py's."""
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=strategy.reshard_after_forward,
-        cpu_offload=strategy.offloaded,
-        auto_wrap_policy="no_wrap",  # the model comes sharded
-        state_dict_type="SHARDED_STATE_DICT",
-        cpu_ram_efficient_loading=False,  # rank 0 alone reads the weights all the same: fsdp.py
-        activation_checkpointing=False,
-    )
-
-
 def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Accelerator) -> None:
     """Compare what Accelerate built with the request. Raises EnvironmentMismatch."""
     in_force = {
@@ -132,7 +130,8 @@ def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Ac
         raise EnvironmentMismatch(f"launch: {'; '.join(differing)}; correct the launcher's settings and environment")
 
 
-def accumulating(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> AbstractContextManager[Any]:
+@contextmanager
+def accumulating(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> Iterator[None]:
     """The context for every micro-batch in a step except the last.
 
     Unsharded gradients are reduced once, after the last micro-batch. Sharded ones are reduced each time, unless all of
@@ -141,23 +140,16 @@ def accumulating(accelerator: Accelerator, strategy: Strategy, model: nn.Module)
     Weights that stay gathered from forward to backward stay so until the last backward, so they are gathered once a
     step. At the peak, where backward begins, all of them are there anyway.
     """
-    if strategy.uses_engine:  # DeferredStepEngine sees to it itself
-        return nullcontext()
-    if strategy.shards_modules:
-        return _accumulating_shards(strategy, model)
-    context: AbstractContextManager[Any] = accelerator.no_sync(model)
-    return context
-
-
-@contextmanager
-def _accumulating_shards(strategy: Strategy, model: nn.Module) -> Iterator[None]:
-    from finetune.strategies import fsdp
-
     with ExitStack() as stack:
-        if strategy.gathers_once:
-            stack.enter_context(fsdp.weights_kept(model))
-        if strategy.keeps_gradients:
-            stack.enter_context(fsdp.gradients_kept(model))
+        if strategy.shards_modules:
+            from finetune.strategies.fsdp import gradients_kept, weights_kept
+
+            if strategy.gathers_once:
+                stack.enter_context(weights_kept(model))
+            if strategy.keeps_gradients:
+                stack.enter_context(gradients_kept(model))
+        elif not strategy.uses_engine:  # DeferredStepEngine sees to it itself
+            stack.enter_context(accelerator.no_sync(model))
         yield
 
 

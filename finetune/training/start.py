@@ -384,29 +384,18 @@ def choose_formats(loaded: LoadedRecipe, launch: Launch) -> tuple[LoadedRecipe, 
     """
     if not loaded.auto_formats:
         return loaded.formats_for(FastestFormat("bf16", ""))  # nothing is auto, so this is not used
-    run_dir = Path(loaded.recipe.run_dir)
-    began_with = _formats_of_run(_recorded_in(loaded.recipe)) if loaded.recipe.training.resume == "auto" else None
-    if began_with is not None:
-        return loaded.with_formats(began_with, f"the run in {run_dir} began with it", kept=True)
-    return loaded.formats_for(_fastest_on(device_of(launch)))
-
-
-def _fastest_on(device: torch.device) -> FastestFormat:
+    recipe, device = loaded.recipe, device_of(launch)
+    if recipe.training.resume == "auto" and (state := read_state(_recorded_in(recipe))):
+        began_with = {key: state["identity"].get(key) for key in (PRECISION, BASE_FORMAT)}
+        if began_with[PRECISION] in COMPUTE and began_with[BASE_FORMAT] in BASE_FORMATS:  # older runs record none
+            return loaded.with_formats(began_with, f"the run in {Path(recipe.run_dir)} began with it", kept=True)
     if device.type == "cpu":
         from finetune.measure.product_speed import product_seconds
 
-        return fastest_by_products(fastest_by_flags(), *product_seconds([torch.bfloat16, torch.float32]))
+        seconds = product_seconds([torch.bfloat16, torch.float32])
+        return loaded.formats_for(fastest_by_products(fastest_by_flags(), *seconds))
     has_bfloat16 = torch.cuda.get_device_capability(device) >= AMPERE
-    return fastest_on_gpu(torch.cuda.get_device_name(device), has_bfloat16=has_bfloat16)
-
-
-def _formats_of_run(run_dir: Path) -> dict[str, str] | None:
-    """The formats of the run in the folder; None if there is no run, or it records no formats."""
-    identity = (read_state(run_dir) or {"identity": {}})["identity"]
-    precision, base = identity.get(PRECISION), identity.get(BASE_FORMAT)
-    if precision in COMPUTE and base in BASE_FORMATS:
-        return {PRECISION: precision, BASE_FORMAT: base}
-    return None
+    return loaded.formats_for(fastest_on_gpu(torch.cuda.get_device_name(device), has_bfloat16=has_bfloat16))
 
 
 def slow_formats_note(recipe: Recipe, device: torch.device) -> str:
