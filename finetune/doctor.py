@@ -107,13 +107,14 @@ def installed_version(name: str) -> str | None:
 def check_libraries() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
-    needed = [Requirement(line) for line in _requirements()]
-    versions = {each.name: installed_version(each.name) for each in needed}
-    wrong = [each for each in needed if (v := versions[each.name]) is None or not each.specifier.contains(v, True)]
+    libraries = [Requirement(line) for line in _requirements()]
+    versions = {library.name: installed_version(library.name) for library in libraries}
     yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
-    for each in wrong:
-        v = versions[each.name] or "not installed"
-        yield Finding("libraries", "bad", f"{each.name}: {v}, required is {each}", f"pip install '{each}'")
+    for library in libraries:
+        version = versions[library.name]
+        if version is None or not library.specifier.contains(version, True):
+            text = f"{library.name}: {version or 'not installed'}, required is {library}"
+            yield Finding("libraries", "bad", text, f"pip install '{library}'")
 
 
 def check_extras() -> Iterator[Finding]:

@@ -34,7 +34,7 @@ class Launch:
     """How the trainer was started."""
 
     words: tuple[str, ...]  # the command line as typed: accelerate launch ..., torchrun ..., python ...
-    asked_processes: int | None  # as written on the launcher's command line
+    requested_processes: int | None  # as written on the launcher's command line
     config_file: Path | None  # --config_file of accelerate launch
     threads_chosen: bool  # the user, not the launcher, set OMP_NUM_THREADS
     world_size: int  # from the launcher; 1 without one
@@ -82,7 +82,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
     return Launch(
         words=tuple(typed),
-        asked_processes=_asked_processes(options, inherited),
+        requested_processes=_requested_processes(options, inherited),
         config_file=Path(config) if config else None,
         threads_chosen="OMP_NUM_THREADS" in inherited,
         world_size=world_size,
@@ -275,7 +275,7 @@ def _find_launcher(environment: Mapping[str, str]) -> tuple[list[str], Mapping[s
         return words, environment
 
 
-def _asked_processes(options: Sequence[str], inherited: Mapping[str, str]) -> int | None:
+def _requested_processes(options: Sequence[str], inherited: Mapping[str, str]) -> int | None:
     """Requested processes on all machines.
 
     accelerate's --num_processes is this number. torchrun counts one machine's processes: 8 on each of 2 nodes are 16.

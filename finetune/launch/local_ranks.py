@@ -196,7 +196,7 @@ class _Ranks:
         # A signal killed this rank. Other ranks that were training have reported it and ended with RankLost's code.
         if RankLost.exit_code not in codes:
             rank, number = self._first_failed, -codes[self._first_failed]
-            name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+            name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
             print(
                 f"rank {rank} (process {self._processes[rank].pid}) was ended by {name}, perhaps for memory (see dmesg)"
                 "; start the same command again, with more memory free",

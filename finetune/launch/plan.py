@@ -193,10 +193,8 @@ def plan_launch(
 def _misfits(plan: LaunchPlan) -> Iterator[str]:
     """Reasons why these machines cannot start the recipe, or why ranks would be idle."""
     recipe, strategy, world = plan.loaded.recipe, plan.strategy, plan.world
-    each = counted(plan.ranks, "CPU process", "CPU processes")
-    if plan.gpus:
-        each = counted(plan.gpus, "GPU")
-    machines = f"{plan.nodes} x {each}"
+    processors = counted(plan.gpus, "GPU") if plan.gpus else counted(plan.ranks, "CPU process", "CPU processes")
+    machines = f"{plan.nodes} x {processors}"
     if strategy.only_where and plan.gpus:
         place = f"accelerate_config: {strategy.name}"
         yield f"{place} runs on a CPU, not on {machines}; set accelerate_config=ddp, or take no GPU: budget.gpus=0"

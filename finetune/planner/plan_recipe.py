@@ -164,10 +164,10 @@ def plan_recipe(
         stages: list[Plan] = []
         count = strategy.stage_count(ranks)
         for first in range(0, count, STAGES_AT_ONCE):
-            together = range(first, min(first + STAGES_AT_ONCE, count))
-            with run_in_forks({each: partial(plan, stage=each) for each in together}) as planned_stage:
-                stages += map(planned_stage, together)
-        worst = max(stages, key=lambda each: max(each.needed, each.upper))
+            numbers = range(first, min(first + STAGES_AT_ONCE, count))
+            with run_in_forks({number: partial(plan, stage=number) for number in numbers}) as planned_stage:
+                stages += map(planned_stage, numbers)
+        worst = max(stages, key=lambda planned: max(planned.needed, planned.upper))
         return dataclasses.replace(worst, stages=tuple(stages))
     config, source = planned_config(recipe.model.name_or_path, recipe.model.revision)
     refuse_mixture(recipe, strategy, config)

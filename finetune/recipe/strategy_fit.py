@@ -230,24 +230,24 @@ def ranks_problem(recipe: Recipe, strategy: Strategy, ranks: int, per_node: int,
         return None
     # The ranks may not divide into pipelines of two stages or more, or the schedule may not fit the micro-batches.
     if (misfit := pipelines.misfit(ranks)) is not None:
-        return f"accelerate_config: {strategy.name} {misfit}"
+        return f"{place} {misfit}"
     stages, training = strategy.stage_count(ranks), recipe.training
     # 10 rows a step in micro-batches of 2, through 2 pipelines of 4 stages: 3 micro-batches in each pipeline, which is
     # too few. 4 of them, 16 rows a step, keep every stage busy.
     rows = training.rows_at_once * pipelines.copies
     micro_batches = -(-training.global_batch_size // rows)
     fitting = stages * -(-micro_batches // stages) * rows
-    each = " in each pipeline" if pipelines.copies > 1 else ""
+    step = "a step in each pipeline" if pipelines.copies > 1 else "a step"
     if pipelines.schedule in ("1f1b", "interleaved_1f1b") and micro_batches < stages:
         return (
-            f"training.global_batch_size: {counted(micro_batches, 'micro-batch', 'micro-batches')} a step{each} are "
+            f"training.global_batch_size: {counted(micro_batches, 'micro-batch', 'micro-batches')} {step} are "
             f"fewer than the {stages} stages that {pipelines.schedule} fills; set training.global_batch_size={fitting},"
             " lower training.per_device_batch_size, or take accelerate_config=gpipe"
         )
     if pipelines.runs > 1 and not can_interleave(stages, micro_batches):
         return (
             f"training.global_batch_size: {pipelines.schedule} needs rounds of equal size, each with {stages} "
-            f"micro-batches or more; {micro_batches} a step{each} make none; set training.global_batch_size={fitting}, "
+            f"micro-batches or more; {micro_batches} {step} make none; set training.global_batch_size={fitting}, "
             "or take accelerate_config=1f1b"
         )
     return None

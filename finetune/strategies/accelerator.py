@@ -118,14 +118,16 @@ def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Ac
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
         "dynamo_backend": accelerator.state.dynamo_plugin.backend.value,
     }
-    asked = {
+    request = {
         "strategy": "ddp" if strategy.schedule else strategy.kind,  # Accelerate has ranks, and no word for stages
         "world size": launch.world_size,
         "mixed_precision": recipe.training.mixed_precision,
         "gradient_accumulation_steps": 1,
         "dynamo_backend": "NO",
     }
-    differing = [f"{key}: asked {asked[key]}, runs {in_force[key]}" for key in asked if asked[key] != in_force[key]]
+    differing = [
+        f"{key}: asked {request[key]}, runs {in_force[key]}" for key in request if request[key] != in_force[key]
+    ]
     if differing:
         raise EnvironmentMismatch(f"launch: {'; '.join(differing)}; correct the launcher's settings and environment")
 

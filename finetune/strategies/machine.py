@@ -40,7 +40,7 @@ def refuse_machine(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
 
     Raises EnvironmentMismatch with the request, the launch, and the remedy; RecipeError for the launcher's own file.
     """
-    requested = launch.asked_processes
+    requested = launch.requested_processes
     if (config := launch.config_file or _default_config(launch)) is not None:
         launched = read_strategy(str(config), strict=False)
         _check_same_strategy(recipe, strategy, launched, launch)

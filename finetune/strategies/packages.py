@@ -51,8 +51,8 @@ def needed_packages(recipe: Recipe, strategy: Strategy, *, plan: bool = False) -
         yield NeededPackage(f"training.optim: {optim}", "bitsandbytes", "qlora", "bitsandbytes")
     if plan:
         return
-    files = [entry.data_files for entry in recipe.data.sets]
-    names = [name for each in files for name in ([each] if isinstance(each, str) else each or [])]
+    files = [entry.data_files or [] for entry in recipe.data.sets]
+    names = [name for entry in files for name in ([entry] if isinstance(entry, str) else entry)]
     if any(name.lower().endswith((".xlsx", ".xlsm")) for name in names):
         yield NeededPackage("data", "openpyxl", "excel", "openpyxl")
 

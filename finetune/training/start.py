@@ -384,11 +384,12 @@ def choose_formats(loaded: LoadedRecipe, launch: Launch) -> tuple[LoadedRecipe, 
     """
     if not loaded.auto_formats:
         return loaded.formats_for(FastestFormat("bf16", ""))  # nothing is auto, so this is not used
-    recipe, device = loaded.recipe, device_of(launch)
+    recipe = loaded.recipe
     if recipe.training.resume == "auto" and (state := read_state(_recorded_in(recipe))):
         began_with = {key: state["identity"].get(key) for key in (PRECISION, BASE_FORMAT)}
         if began_with[PRECISION] in COMPUTE and began_with[BASE_FORMAT] in BASE_FORMATS:  # older runs record none
             return loaded.with_formats(began_with, f"the run in {Path(recipe.run_dir)} began with it", kept=True)
+    device = device_of(launch)
     if device.type == "cpu":
         from finetune.measure.product_speed import product_seconds
 

@@ -98,7 +98,7 @@ def test_torchrun_and_the_trainer_read_the_words(
     if nodes > 1:
         assert (int(read.nnodes), read.node_rank, read.master_addr) == (nodes, 1, "10.0.0.1")
     launch = read_by(words, monkeypatch, ranks, nodes)
-    assert launch.asked_processes == ranks
+    assert launch.requested_processes == ranks
     assert launch.recipe == str(RECIPE)
 
 

@@ -47,7 +47,7 @@ def test_what_fits_is_let_through() -> None:
     [
         ({}, TWO, ["single", "2", "accelerate_config=ddp"]),
         ({"accelerate_config": "ddp"}, ALONE, ["ddp", "one", "--num_processes 2"]),
-        ({}, replace(ALONE, asked_processes=2), ["2 processes", "one process", "cpu_2proc"]),
+        ({}, replace(ALONE, requested_processes=2), ["2 processes", "one process", "cpu_2proc"]),
         ({}, replace(ALONE, config_file=CONFIG_FOLDER / "fsdp2.yaml"), ["single", "fsdp", "--config_file"]),
         ({"accelerate_config": "fsdp2"}, replace(TWO, config_file=CONFIG_FOLDER / "ddp.yaml"), ["fsdp", "ddp"]),
         (
