@@ -346,6 +346,23 @@ def test_doctor_says_what_train_would_refuse(
         assert str(caught.value) == "; ".join((found["devices"].seen, found["devices"].remedy))
 
 
+def test_doctor_says_what_train_would_refuse_on_an_older_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every problem, where a start ends at the first: the card has no bfloat16 and no float8."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(LLAMA + "budget: {gpus: 1, gpu_memory_gb: 16}\n")
+    recipe = load_recipe(file, ["model.load_in_fp8=true", "training.mixed_precision=bf16"])
+    with pretended_cuda(monkeypatch, (7, 5)):
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75"])
+        monkeypatch.setattr("finetune.launch.local_ranks.count_gpus", lambda: 1)
+        findings = [finding for finding in doctor.check_start(recipe) if finding.name == "devices"]
+        with pytest.raises(EnvironmentMismatch) as start:
+            check_launch(recipe.recipe, read_launch())
+    assert [finding.seen.partition(":")[0] for finding in findings] == [
+        "model.load_in_fp8", "training.mixed_precision",
+    ]  # fmt: skip
+    assert str(start.value) == f"{findings[0].seen}; {findings[0].remedy}"
+
+
 def test_a_token_for_a_gated_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
