@@ -221,7 +221,18 @@ def plan_recipe(
         gpus=gpus,
         notes=tuple(notes),
         work=work,
-        layout=_layout(request),
+        layout=Layout(
+            ranks=strategy.data_rank_count(ranks),
+            node=request.node,
+            tokens=max(batch["input_ids"].numel() for batch in request.batches),
+            rows=math.ceil(recipe.training.global_batch_size / recipe.training.rows_at_once),
+            layers=int(config["num_hidden_layers"]),
+            copies=strategy.replica_count(ranks, request.node),
+            gathers_once=strategy.gathers_once,
+            reduces_once=strategy.reduces_once,
+            shards_state=strategy.shards_optimizer_state,
+            on_disk="nvme" in strategy.offload_devices.values(),
+        ),
         stage=stage,
         stage_layers=deep.stage_layers,
         schedule=strategy.schedule,
@@ -267,19 +278,3 @@ def _failure_in_one_line(strategy: str) -> Iterator[None]:
         raise EnvironmentMismatch(
             f"{strategy}: the planner cannot trace it ({why}); `finetune compare` measures it"
         ) from error
-
-
-def _layout(request: TraceRequest) -> Layout:
-    training, strategy = request.recipe.training, request.strategy
-    return Layout(
-        ranks=strategy.data_rank_count(request.ranks),
-        node=request.node,
-        tokens=max(batch["input_ids"].numel() for batch in request.batches),
-        rows=math.ceil(training.global_batch_size / training.rows_at_once),
-        layers=int(request.config["num_hidden_layers"]),
-        copies=strategy.replica_count(request.ranks, request.node),
-        gathers_once=strategy.gathers_once,
-        reduces_once=strategy.reduces_once,
-        shards_state=strategy.shards_optimizer_state,
-        on_disk="nvme" in strategy.offload_devices.values(),
-    )

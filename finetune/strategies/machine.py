@@ -48,8 +48,8 @@ def refuse_machine(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     for _, problem in machine_problems(recipe, strategy, launch):
         raise EnvironmentMismatch(problem)
     check_world(recipe, launch, requested)
-    if ranks := ranks_problem(recipe, strategy, launch.world_size, launch.local_world_size):
-        raise EnvironmentMismatch(ranks)
+    if misfit := ranks_problem(recipe, strategy, launch.world_size, launch.local_world_size):
+        raise EnvironmentMismatch(misfit)
     if strategy.uses_engine:
         from finetune.strategies.zero_requirements import compile_engine
 
@@ -59,7 +59,7 @@ def refuse_machine(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
 def machine_problems(recipe: Recipe, strategy: Strategy, launch: Launch) -> Iterator[tuple[str, str]]:
     """Everything that this machine lacks for a recipe: a topic, and the problem with its remedy.
 
-    They look at all GPUs of this machine's ranks, so that each rank reaches the same result.
+    The checks read all GPUs of this machine's ranks, so that each rank reaches the same result.
     """
     budget, name = recipe.budget, recipe.model.name_or_path
     on_cpu = launch.on_cpu or not (budget.gpus or torch.cuda.is_available())
@@ -167,7 +167,8 @@ def why_torch_sees_no_gpu(driver: Path = DRIVER) -> str:
     """A clause for machines with an NVIDIA driver that torch cannot use; empty where there is no driver."""
     installed = ""
     if driver.is_file():
-        installed = f": {one_line(driver.read_text('utf-8', 'replace').partition(chr(10))[0], 120)}"
+        version = driver.read_text("utf-8", "replace").partition("\n")[0]
+        installed = f": {one_line(version, 120)}"
     elif shutil.which("nvidia-smi") is None:  # WSL 2 has this program, and no such file
         return ""
     built, remedy = "the CPU", "install torch's wheel for CUDA: https://pytorch.org/get-started"
