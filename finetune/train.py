@@ -148,16 +148,6 @@ def set_up_process(recipe: Recipe) -> Launch:
     return launch
 
 
-def _wait_for_rank_0(code: int) -> int:
-    """Make other ranks wait. A launcher kills all ranks when one ends, but rank 0 must print the error first."""
-    if code not in (0, 130):
-        from finetune.launch.launcher import RANK_0_SECONDS, speaks_for_ranks
-
-        if not speaks_for_ranks():
-            time.sleep(RANK_0_SECONDS)
-    return code
-
-
 def process_main(argv: Sequence[str] | None = None) -> int:
     """`main` as a whole process, perhaps one of several ranks. Returns the exit code."""
     from finetune.launch.signals import stopped_by_signals
@@ -165,7 +155,13 @@ def process_main(argv: Sequence[str] | None = None) -> int:
     open_missing_streams()
     keep_printing()
     with stopped_by_signals():
-        return _wait_for_rank_0(main(argv))
+        code = main(argv)
+        if code not in (0, 130):  # a launcher kills all ranks when one ends, but rank 0 must print the error first
+            from finetune.launch.launcher import RANK_0_SECONDS, speaks_for_ranks
+
+            if not speaks_for_ranks():
+                time.sleep(RANK_0_SECONDS)
+        return code
 
 
 if __name__ == "__main__":

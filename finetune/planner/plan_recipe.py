@@ -173,7 +173,7 @@ def plan_recipe(
     refuse_mixture(recipe, strategy, config)
     reduction = None
     if keeps_gradients is None and gpus is not None:
-        reduction = choose_reduction(recipe, strategy, gpus, ranks=ranks, memory=gpus.memory)
+        reduction = choose_reduction(recipe, config, strategy, gpus, ranks=ranks, memory=gpus.memory)
         keeps_gradients = reduction is not None and reduction.once
     strategy = dataclasses.replace(strategy, keeps_gradients=bool(keeps_gradients))
     assumed_rows = {

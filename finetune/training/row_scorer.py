@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.generation.held_out import (
-    Batching,
-    ScoredSet,
-    generated_answers,
-    score_line,
-    score_line_in_words,
-    scores_on_all,
-)
+from finetune.generation.generate import Answer
+from finetune.generation.held_out import Batching, ScoredSet, generated_answers, scores_on_all
+from finetune.scoring.metrics import unread, unread_in_words
 from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import all_ranks
 from finetune.training.run import StepParts
 from finetune.training.run_output import RunOutput
+from finetune.wording import counted
 
 
 @dataclass(frozen=True)
@@ -53,3 +50,18 @@ class RowScorer:
         when = f"step {step}" if step else "before"
         terminal.log(f"{when}: {score_line_in_words(line)}")
         return line
+
+
+def score_line(step: int, scores: dict[str, list[float]], answers: Sequence[Answer]) -> dict[str, Any]:
+    """The line of metrics.jsonl for one scored generation: each metric's mean over the rows, and its unread answers."""
+    not_read = {name: unread([answer.text for answer in answers], values) for name, values in scores.items()}
+    means = {f"score_{name}": sum(values) / len(values) for name, values in scores.items()}
+    return {"kind": "score", "step": step, "rows": len(answers), **means, "unread": not_read}
+
+
+def score_line_in_words(line: Mapping[str, Any]) -> str:
+    """A line's scores for the terminal: exact 0.920, number 0.950 (200 answers)."""
+    means = [(key.removeprefix("score_"), value) for key, value in line.items() if key.startswith("score_")]
+    not_read = [f"; {name} {unread_in_words(part)}" for name, part in line["unread"].items() if part["count"]]
+    shown = ", ".join(f"{name} {mean:.3f}" for name, mean in means)
+    return f"{shown} ({counted(line['rows'], 'answer')})" + "".join(not_read)
