@@ -143,7 +143,7 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
     from finetune.launch.local_ranks import ranks_here
     from finetune.launch.plan import plan_launch
     from finetune.recipe.strategy_fit import refuse_recipe
-    from finetune.strategies.machine import machine_problems
+    from finetune.strategies.machine import device_of, fastest_on, machine_problems
 
     recipe = loaded.recipe
     try:
@@ -152,7 +152,13 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
         yield Finding("ranks", "bad", *error.parts())
     words = ("python", str(TRAIN_SCRIPT), str(loaded.path))
     launch = replace(read_launch(), words=words, on_cpu=not recipe.budget.gpus)
-    for topic, problem in machine_problems(recipe, refuse_recipe(recipe), launch):
+    if (device := device_of(launch)).type == "cuda":  # number formats that the recipe leaves to its device
+        recipe = loaded.formats_for(fastest_on(device))[0].recipe
+    try:
+        problems = [*machine_problems(recipe, refuse_recipe(recipe), launch)]
+    except EnvironmentMismatch as error:
+        problems = [("strategy", str(error))]
+    for topic, problem in problems:
         yield Finding(topic, "bad", *FinetuneError(problem).parts())
     model = recipe.model
     if weights_are_here(model.name_or_path, model.revision):

@@ -357,6 +357,8 @@ def test_doctor_says_what_train_would_refuse_on_an_older_gpu(tmp_path: Path, mon
         findings = [finding for finding in doctor.check_start(recipe) if finding.name == "devices"]
         with pytest.raises(EnvironmentMismatch) as start:
             check_launch(recipe.recipe, read_launch())
+        automatic = load_recipe(file)  # takes fp16 there
+        assert [finding.seen for finding in doctor.check_start(automatic) if finding.name == "devices"] == []
     assert [finding.seen.partition(":")[0] for finding in findings] == [
         "model.load_in_fp8", "training.mixed_precision",
     ]  # fmt: skip

@@ -24,6 +24,7 @@ from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world
 from finetune.output_stream import one_line
 from finetune.paths import from_here
+from finetune.recipe.mixed_precision import FastestFormat, fastest_by_flags, fastest_by_products, fastest_on_gpu
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, read_strategy
 from finetune.recipe.strategy_fit import pages_problem, ranks_problem
@@ -236,6 +237,16 @@ def _check_same_strategy(recipe: Recipe, recipe_side: Strategy, launch_side: Str
 
 def computes_on_cpu(launch: Launch) -> bool:
     return launch.on_cpu or not torch.cuda.is_available()
+
+
+def fastest_on(device: torch.device) -> FastestFormat:
+    """The number format in which this device computes fastest. Small products are timed on a CPU."""
+    if device.type == "cpu":
+        from finetune.measure.product_speed import product_seconds
+
+        return fastest_by_products(fastest_by_flags(), *product_seconds([torch.bfloat16, torch.float32]))
+    has_bfloat16 = torch.cuda.get_device_capability(device) >= AMPERE
+    return fastest_on_gpu(torch.cuda.get_device_name(device), has_bfloat16=has_bfloat16)
 
 
 def device_of(launch: Launch) -> torch.device:

@@ -21,7 +21,6 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from finetune.architecture import attention
-from finetune.architecture.attention import AMPERE
 from finetune.base.identity import at_recorded_commit, base_identity
 from finetune.base.location import folder_of
 from finetune.errors import RecipeError
@@ -44,9 +43,6 @@ from finetune.recipe.mixed_precision import (
     PRECISION,
     ChosenFormats,
     FastestFormat,
-    fastest_by_flags,
-    fastest_by_products,
-    fastest_on_gpu,
     in_float32,
 )
 from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
@@ -65,7 +61,7 @@ from finetune.run_folder.folder import (
     keys_at_default,
     lock_run_folder,
 )
-from finetune.strategies.machine import device_of, launch_notes, refuse_machine
+from finetune.strategies.machine import device_of, fastest_on, launch_notes, refuse_machine
 from finetune.tokens import dataset
 from finetune.tokens.conversation import CONVERSATION
 from finetune.tokens.encoder import Encoder
@@ -365,14 +361,7 @@ def choose_formats(loaded: LoadedRecipe, launch: Launch) -> tuple[LoadedRecipe, 
         began_with = {key: state["identity"].get(key) for key in (PRECISION, BASE_FORMAT)}
         if began_with[PRECISION] in COMPUTE and began_with[BASE_FORMAT] in BASE_FORMATS:  # older runs record none
             return loaded.with_formats(began_with, f"the run in {Path(recipe.run_dir)} began with it", kept=True)
-    device = device_of(launch)
-    if device.type == "cpu":
-        from finetune.measure.product_speed import product_seconds
-
-        seconds = product_seconds([torch.bfloat16, torch.float32])
-        return loaded.formats_for(fastest_by_products(fastest_by_flags(), *seconds))
-    has_bfloat16 = torch.cuda.get_device_capability(device) >= AMPERE
-    return loaded.formats_for(fastest_on_gpu(torch.cuda.get_device_name(device), has_bfloat16=has_bfloat16))
+    return loaded.formats_for(fastest_on(device_of(launch)))
 
 
 def slow_formats_note(recipe: Recipe, device: torch.device) -> str:
