@@ -89,14 +89,6 @@ def check_python() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}, finetune {__version__}")
 
 
-def _requirements() -> list[str]:
-    """finetune's requirements, from its pyproject.toml; for an installed package from its metadata."""
-    try:
-        return list(tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"])
-    except (OSError, KeyError, ValueError):
-        return [line for line in importlib.metadata.requires(DISTRIBUTION) or () if "extra ==" not in line]
-
-
 def installed_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -107,7 +99,11 @@ def installed_version(name: str) -> str | None:
 def check_libraries() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
-    libraries = [Requirement(line) for line in _requirements()]
+    try:
+        lines = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    except (OSError, KeyError, ValueError):  # an installed package
+        lines = [line for line in importlib.metadata.requires(DISTRIBUTION) or () if "extra ==" not in line]
+    libraries = [Requirement(line) for line in lines]
     versions = {library.name: installed_version(library.name) for library in libraries}
     yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
     for library in libraries:

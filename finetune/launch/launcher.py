@@ -200,9 +200,7 @@ def _settings_of(config: str | None) -> dict[str, Any]:
         settings = yaml_value(read_regular(config, MAX_BYTES).decode("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    if isinstance(settings, dict):
-        return settings
-    return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 # Each launcher leaves one of these in a rank's environment: `finetune train` (local_ranks.py), torchrun,

@@ -191,7 +191,7 @@ def plan_launch(
 
 
 def _misfits(plan: LaunchPlan) -> Iterator[str]:
-    """Reasons why these machines cannot start the recipe, or why ranks would be idle."""
+    """Each reason why these machines cannot start the recipe, or why ranks would be idle."""
     recipe, strategy, world = plan.loaded.recipe, plan.strategy, plan.world
     processors = counted(plan.gpus, "GPU") if plan.gpus else counted(plan.ranks, "CPU process", "CPU processes")
     machines = f"{plan.nodes} x {processors}"
