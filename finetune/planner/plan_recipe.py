@@ -29,7 +29,7 @@ from finetune.planner.trace.timeline import Peak, PhaseMemory
 from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy_fit import pages_problem, ranks_problem, refuse_recipe
+from finetune.recipe.strategy_fit import FLOAT8, pages_problem, ranks_problem, refuse_recipe
 from finetune.strategies.packages import missing_packages
 from finetune.tokens.batches import MicroBatch
 from finetune.wording import counted
@@ -138,14 +138,13 @@ def plan_recipe(
         memory_alone: The step that makes the optimizer's state has short rows, which halves the time. `work` is wrong.
     """
     strategy = refuse_recipe(recipe)
-    problem = missing_packages(recipe, strategy, plan=True) or (gpus is None and pages_problem(recipe))
+    problem = missing_packages(recipe, strategy, plan=True)
+    if gpus is None:
+        problem = problem or pages_problem(recipe)
+    elif gpus.lacks_float8 and recipe.model.load_in_fp8:
+        problem = problem or FLOAT8.format(card=f"{gpus.name} has no products in it")
     if problem:
         raise EnvironmentMismatch(problem)
-    if gpus is not None and gpus.lacks_float8 and recipe.model.load_in_fp8:
-        raise EnvironmentMismatch(
-            f"model.load_in_fp8: float8 begins with compute capability 8.9 (Ada, Hopper), {gpus.name} has no products "
-            "in it; set it to false"
-        )
     if gpus is not None:
         ranks = gpus.count * gpus.nodes
     elif ranks is None:
@@ -157,8 +156,8 @@ def plan_recipe(
         )
     if (strategy.schedule or strategy.replicates) and stage is None:
         machines = "" if gpus is None else f"{gpus.nodes} x {counted(gpus.count, 'GPU')}"
-        if problem := ranks_problem(recipe, strategy, ranks, gpus.count if gpus else ranks, machines):
-            raise EnvironmentMismatch(problem)
+        if misfit := ranks_problem(recipe, strategy, ranks, gpus.count if gpus else ranks, machines):
+            raise EnvironmentMismatch(misfit)
     if strategy.schedule and stage is None:
         plan = partial(plan_recipe, recipe, gpus, batches=batches, ranks=ranks, node=node, must_fit=must_fit)
         stages: list[Plan] = []

@@ -21,6 +21,7 @@ from finetune.wording import counted
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
+FLOAT8 = "model.load_in_fp8: float8 begins with compute capability 8.9 (Ada, Hopper), {card}; set it to false"
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision -> the weights' format under DeepSpeed
 
 
@@ -178,14 +179,14 @@ def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
         yield Unfit("model.add_tokens", problem, remedy, {"accelerate_config": "fsdp2"})
 
 
-def pages_problem(recipe: Recipe) -> str | None:
-    """The reason, with a remedy, why the optimizer's state cannot be in pages of a CPU; None if it has none.
+def pages_problem(recipe: Recipe) -> str:
+    """The reason, with a remedy, why a CPU cannot hold the optimizer's state in pages; empty if it has none.
 
     Pages are CUDA's managed memory: on a CPU bitsandbytes would take its plain classes, with one warning.
     """
     name = recipe.training.optim
     if not OPTIMIZERS[name].paged:
-        return None
+        return ""
     return (
         f"training.optim: {name} pages its state between GPU and host, a CPU has no such pages; "
         f"set training.optim={OPTIMIZERS[name].unpaged}"

@@ -191,7 +191,7 @@ class TestRecipe:
         recipe = recipe_of(file)
         strategy = read_strategy(recipe.accelerate_config)
         assert list(unfit(recipe, strategy)) == []
-        assert recipe.budget.gpus or pages_problem(recipe) is None
+        assert recipe.budget.gpus or pages_problem(recipe) == ""
         if (recipe.budget.gpus, recipe.budget.gpu_memory_gb) == (1, 16):  # a T4: no bfloat16, no flash attention
             assert recipe.training.mixed_precision == "fp16"
             assert (recipe.model.dtype, recipe.model.attention) == ("float16", "sdpa")
