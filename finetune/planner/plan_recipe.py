@@ -205,7 +205,7 @@ def plan_recipe(
         outside_bytes=outside_bytes,
         must_fit_bytes=gpus.memory if gpus and must_fit else None,
         rank=stage or 0,
-        first_batches=worst_batches(short_rows, ranks) if memory_alone else None,
+        first_batches=worst_batches(short_rows, ranks)[:1] if memory_alone else None,
     )
     with tempfile.TemporaryDirectory() as folder, _failure_in_one_line(strategy.name):
         deep = trace_to_depth(request, Path(folder), full_depth=bool(batches) and gpus is None)
