@@ -29,7 +29,7 @@ from finetune.planner.trace.timeline import Peak, PhaseMemory
 from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy_fit import FLOAT8, pages_problem, ranks_problem, refuse_recipe
+from finetune.recipe.strategy_fit import NO_FLOAT8, pages_problem, ranks_problem, refuse_recipe
 from finetune.strategies.packages import missing_packages
 from finetune.tokens.batches import MicroBatch
 from finetune.wording import counted
@@ -142,7 +142,7 @@ def plan_recipe(
     if gpus is None:
         problem = problem or pages_problem(recipe)
     elif gpus.lacks_float8 and recipe.model.load_in_fp8:
-        problem = problem or FLOAT8.format(card=f"{gpus.name} has no products in it")
+        problem = problem or NO_FLOAT8.format(card=f"{gpus.name} has no products in it")
     if problem:
         raise EnvironmentMismatch(problem)
     if gpus is not None:

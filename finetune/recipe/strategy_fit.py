@@ -21,7 +21,7 @@ from finetune.wording import counted
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
-FLOAT8 = "model.load_in_fp8: float8 begins with compute capability 8.9 (Ada, Hopper), {card}; set it to false"
+NO_FLOAT8 = "model.load_in_fp8: float8 begins with compute capability 8.9 (Ada, Hopper), {card}; set it to false"
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision -> the weights' format under DeepSpeed
 
 

@@ -27,7 +27,7 @@ from finetune.paths import from_here
 from finetune.recipe.mixed_precision import FastestFormat, fastest_by_flags, fastest_by_products, fastest_on_gpu
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, read_strategy
-from finetune.recipe.strategy_fit import FLOAT8, pages_problem, ranks_problem
+from finetune.recipe.strategy_fit import NO_FLOAT8, pages_problem, ranks_problem
 from finetune.strategies.packages import missing_packages
 from finetune.wording import counted
 
@@ -130,7 +130,7 @@ def gpu_problems(recipe: Recipe, launch: Launch) -> Iterator[str]:
     capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in own_gpus)
     card = f"{torch.cuda.get_device_name(f'cuda:{index}')} has {capability[0]}.{capability[1]}"
     if recipe.model.load_in_fp8 and capability < ADA:
-        yield FLOAT8.format(card=card)
+        yield NO_FLOAT8.format(card=card)
     # The replacement for each setting that computes in bfloat16.
     training, quantization, remedies = recipe.training, recipe.quantization, list[str]()
     other = "float32" if training.mixed_precision == "no" else "float16"
