@@ -40,7 +40,7 @@ def _flash(*arguments: Any) -> int:
     rows, _ = _rows_and_sequences(arguments)
     heads, key_heads = query.shape[1], key.shape[1]
     expanded = 0 if heads == key_heads else 2 * key.numel() // key_heads * heads * key.element_size()
-    return rows * heads * (_rounded_head(query) + 1) * FLOAT32 + int(expanded)
+    return int(rows * heads * (_rounded_head(query) + 1) * FLOAT32 + expanded)
 
 
 def _rows_and_sequences(arguments: Sequence[Any]) -> tuple[int, int]:
