@@ -87,9 +87,7 @@ class LaunchPlan:
     def shipped_recipe(self) -> str | None:
         """The recipe's name if it comes with the package, so an image has it too; else None."""
         path = self.loaded.path.resolve()
-        if path.parent == RECIPES.resolve():
-            return path.stem
-        return None
+        return path.stem if path.parent == RECIPES.resolve() else None
 
     @property
     def local_paths(self) -> tuple[tuple[str, str], ...]:

@@ -36,8 +36,21 @@ def zero_environment(recipe: Recipe, *, on_cpu: bool) -> None:
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate silently ignores a DeepSpeed plugin
-        if recipe.training.mixed_precision == "fp16":
-            _let_fp16_run_on_cpu()
+    if not on_cpu or recipe.training.mixed_precision != "fp16":
+        return
+    # torch computes fp16 on a CPU, and DeepSpeed 0.19 refuses it: its accelerator says that a CPU has no fp16 unless
+    # oneDNN has own kernels for it. `set_accelerator` takes another one. Ours is its own, with one other answer.
+    with silenced_deepspeed():
+        from deepspeed.accelerator import set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    class WithHalves(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed is not typed
+        """The CPU, with torch's fp16."""
+
+        def is_fp16_supported(self) -> bool:
+            return True
+
+    set_accelerator(WithHalves())
 
 
 def engine_problems(strategy: Strategy, *, on_cpu: bool) -> Iterator[str]:
@@ -93,25 +106,6 @@ def compile_ahead(builder: str, folders: Sequence[str], on_cpu: bool) -> None:
         # As DeepSpeed asks: without a compiler it does without.
         if op_builder is not None and deepspeed.ops.__compatible_ops__.get(op_builder.NAME, False):
             op_builder.load(verbose=False)
-
-
-def _let_fp16_run_on_cpu() -> None:
-    """Let the engine take fp16 on a CPU: torch computes it, and DeepSpeed 0.19 refuses it.
-
-    Its accelerator says that a CPU has no fp16 unless oneDNN has own kernels for it. DeepSpeed accepts another
-    accelerator through `set_accelerator`. Ours is its own, with one other answer.
-    """
-    with silenced_deepspeed():
-        from deepspeed.accelerator import set_accelerator
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    class WithHalves(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed is not typed
-        """The CPU, with torch's fp16."""
-
-        def is_fp16_supported(self) -> bool:
-            return True
-
-    set_accelerator(WithHalves())
 
 
 def own_builds() -> Path:
