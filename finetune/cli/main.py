@@ -31,8 +31,7 @@ from finetune.recipe.mixed_precision import fastest_for
 from finetune.recipe.optimizers import far_rate
 from finetune.recipe.reference import write_generated
 from finetune.recipe.resolved import resolved_yaml
-from finetune.recipe.sections.engine_keys import engine_notes
-from finetune.recipe.strategy import strategy_of
+from finetune.recipe.strategy_fit import refuse_recipe
 from finetune.redaction import hide_in, hide_secrets, known_secrets
 
 
@@ -100,7 +99,7 @@ def check(
                 typer.echo("\n".join(written))
             return {"ok": True, "files": written}
         loaded = load_recipe(recipe, overrides or [], here=True)
-        strategy = strategy_of(loaded.recipe)
+        strategy = refuse_recipe(loaded.recipe)
         if loaded.recipe.quantization is not None:
             from finetune.model.known_configs import config_here
             from finetune.model.mixtures import refuse_mixture
@@ -108,7 +107,6 @@ def check(
             section = loaded.recipe.model
             refuse_mixture(loaded.recipe, strategy, config_here(section.name_or_path, section.revision))
         notes = [*strategy.notes]
-        notes += engine_notes(strategy.section("deepspeed_config"), loaded.recipe.training.mixed_precision)
         result: dict[str, Any] = {"ok": True, "path": str(recipe)}
         batch_notes: list[str] = []
         if data:

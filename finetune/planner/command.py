@@ -26,7 +26,7 @@ from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.mixed_precision import ChosenFormats, fastest_for
 from finetune.recipe.schema import Recipe
-from finetune.strategies.packages import check_packages
+from finetune.strategies.packages import missing_packages
 from finetune.wording import counted
 
 if TYPE_CHECKING:
@@ -82,13 +82,11 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     chosen = choose_recomputation(recipe, config, gpus)
     recipe = chosen.recipe
-    try:
-        check_packages(recipe, cached_strategy(recipe.accelerate_config), plan=True)
-    except EnvironmentMismatch as error:
-        if gpus is None or unsupported(recipe, config, gpus) is not None:
-            raise
-        sizes = f"{estimate(recipe, config, gpus).needed / GIB:.1f} of {gpus.memory / GIB:.1f} GiB"
-        raise EnvironmentMismatch(f"{error}; the closed form, which needs no package, says {sizes}") from None
+    if missing := missing_packages(recipe, cached_strategy(recipe.accelerate_config), plan=True):
+        if gpus is not None and unsupported(recipe, config, gpus) is None:
+            sizes = f"{estimate(recipe, config, gpus).needed / GIB:.1f} of {gpus.memory / GIB:.1f} GiB"
+            missing += f"; the closed form, which needs no package, says {sizes}"
+        raise EnvironmentMismatch(missing)
     wait = "; under ZeRO this takes a minute or two" if cached_strategy(recipe.accelerate_config).uses_engine else ""
     note(f"tracing {candidates.variant_in_words(recipe)}; and probing the model{wait}")
     with planner.quick_imports():  # before the child is forked

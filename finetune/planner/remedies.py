@@ -23,6 +23,7 @@ from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS, for_shards, usual_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import RECOMPUTATIONS
+from finetune.recipe.strategy_fit import unfit
 
 Changes = dict[str, Any]  # dotted key -> value
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
@@ -255,14 +256,7 @@ def remedies(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, plan: PlanFu
 
 def _is_trained(recipe: Recipe) -> bool:
     """Whether the trainer takes the recipe. A plan would find it too."""
-    from finetune.recipe.strategy import strategy_of
-    from finetune.strategies.accelerator import check_combination  # imports torch
-
-    try:
-        check_combination(recipe, strategy_of(recipe), on_cpu=False)
-    except FinetuneError:
-        return False
-    return True
+    return not any(unfit(recipe, cached_strategy(recipe.accelerate_config)))
 
 
 def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Variant]:
