@@ -169,5 +169,5 @@ def _assembled(run: FinishedRun, recipe: Recipe, computing: Computing) -> Assemb
     assert computing.sharding is not None
     assert computing.accelerator is not None
     assembled = assemble(recipe, computing.sharding, computing.accelerator, launch=computing.launch)
-    stop_on(assembled.unwrapped_model, run.conversation.stops.values())
+    stop_on(assembled.decoder, run.conversation.stops.values())
     return assembled

@@ -17,7 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.varlen_kernel import largest_setting
@@ -295,11 +301,11 @@ def without_settings(model: nn.Module, **settings: Any) -> Iterator[None]:
         inner.generation_config = own
 
 
-def stop_on(model: nn.Module, stops: Iterable[int]) -> list[int]:
+def stop_on(decoder: PreTrainedModel, stops: Iterable[int]) -> list[int]:
     """Add the tokens that end the training's answers to the model's generation settings, which answers and exports
     follow, and take penalties out. Returns the tokens that the settings lacked."""
-    settings = getattr(decoder_parts(model), "generation_config", None)
-    for name in penalties_of(model):
+    settings = getattr(decoder, "generation_config", None)
+    for name in penalties_of(decoder):
         setattr(settings, name, getattr(GenerationConfig(), name))
     listed = getattr(settings, "eos_token_id", None)
     own = [token for token in (listed if isinstance(listed, list) else [listed]) if token is not None]
@@ -309,9 +315,9 @@ def stop_on(model: nn.Module, stops: Iterable[int]) -> list[int]:
     return lacking
 
 
-def penalties_of(model: nn.Module) -> dict[str, Any]:
+def penalties_of(decoder: PreTrainedModel) -> dict[str, Any]:
     """The model's generation settings that change greedy answers."""
-    settings = vars(getattr(decoder_parts(model), "generation_config", None) or GenerationConfig())
+    settings = vars(getattr(decoder, "generation_config", None) or GenerationConfig())
     return {name: value for name, value in settings.items() if _is_penalty(name, value)}
 
 

@@ -116,7 +116,7 @@ def refuse_early(recipe: Recipe, config: PreTrainedConfig | None = None) -> tupl
     Returns the base, not quantised, with eager attention, because every architecture supports that; and the model.
     """
     if config is None:
-        with library_errors(partial(_structure_not_built, recipe)):
+        with library_errors(partial(_not_built, recipe, "configuration", recipe.model.name_or_path)):
             config = configuration(recipe)
     section = recipe.model.model_copy(update={"attention": "eager"})
     plain = structure_alone(recipe.model_copy(update={"model": section, "quantization": None}), config=config)
@@ -169,7 +169,7 @@ def load_base(
         fetch_weights(section)  # their ties are read before the model is built
     if (files := folder_of(folder, section.revision)) is not None:
         look_at_model(files, whole=Path(folder).is_dir())
-    with library_errors(partial(_weights_not_loaded, recipe, name)):
+    with library_errors(partial(_not_built, recipe, "weights", name)):
         config = configuration(recipe, path)
         if recipe.quantization:
             options["quantization_config"] = bitsandbytes_config(recipe.quantization, config, quantise_on)
@@ -212,14 +212,15 @@ def structure_alone(
     Args:
         config: The base's configuration, which stays as it is; None: it is read from the base's files.
     """
-    with library_errors(partial(_structure_not_built, recipe)):
+    with library_errors(partial(_not_built, recipe, "configuration", recipe.model.name_or_path)):
         config = configuration(recipe) if config is None else copy.deepcopy(config)
         trained = trained_config(config)
+        kind = auto_class(trained)
         settings = bitsandbytes_config(recipe.quantization, trained) if recipe.quantization else None
         if hasattr(config, "quantization_config"):  # of the files: what is loaded of them has it no more
             del config.quantization_config
         with torch.device("meta"):
-            model = auto_class(trained).from_config(trained, **_common_options(recipe, dtype))
+            model = kind.from_config(trained, **_common_options(recipe, dtype))
     assert isinstance(model, PreTrainedModel)
     remember_whole(model, config)
     if settings is not None:
@@ -323,16 +324,10 @@ def check_quantized(model: PreTrainedModel, ready: Callable[[Any], Any] = lambda
             ) from error
 
 
-def _structure_not_built(recipe: Recipe, error: Exception, what: str = "configuration") -> FinetuneError:
+def _not_built(recipe: Recipe, what: str, name: str, error: Exception) -> FinetuneError:
     """The error line for a model that cannot be built. Falcon and GPT-J raise KeyError for unknown attentions."""
-    name, attention_asked = recipe.model.name_or_path, attention_name(recipe)
-    if isinstance(error, KeyError) and error.args == (attention_asked,):
+    if isinstance(error, KeyError) and error.args == (attention_name(recipe),):
         return FinetuneError(
             f"model.attention: {name} has no {error}; set model.attention: eager and data.packing: false"
         )
     return not_loaded(what, name, error)
-
-
-def _weights_not_loaded(recipe: Recipe, name: str, error: Exception) -> FinetuneError:
-    named = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": name})})
-    return _structure_not_built(named, error, "weights")

@@ -52,9 +52,8 @@ def refuse_single_blocks(model: nn.Module) -> None:
     """Refuse quantised layers of a few inputs and one block of weights, which their model clamps as they are stored:
     Gemma 3n's prediction_coefs, [16, 4]. A gate of a model made small, [1, 32], has more inputs. Raises FinetuneError.
     """
-    packed = set(quantized_layers(model))
-    for path, layer in model.named_modules():
-        if layer in packed and layer.in_features < 8 and (size := layer.in_features * layer.out_features) <= BLOCK:
+    for path, layer in named_quantized_layers(model):
+        if layer.in_features < 8 and (size := layer.in_features * layer.out_features) <= BLOCK:
             raise FinetuneError(
                 f"quantization: {path} has {size} weights, which such a model reads as they are stored; "
                 "set quantization: null"
@@ -156,7 +155,13 @@ def quantized_layers(model: nn.Module) -> Iterator[Any]:
     """Packed experts, and bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear
     the same names.
     """
-    return (module for module in model.modules() if is_packed(module) and hasattr(module, "in_features"))
+    return (layer for _, layer in named_quantized_layers(model))
+
+
+def named_quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The quantised layers, with their paths."""
+    modules = model.named_modules()
+    return ((path, module) for path, module in modules if is_packed(module) and hasattr(module, "in_features"))
 
 
 def is_packed(module: nn.Module) -> bool:
