@@ -40,16 +40,16 @@ def _flash(*arguments: Any) -> int:
     rows, _ = _rows_and_sequences(arguments)
     heads, key_heads = query.shape[1], key.shape[1]
     expanded = 0 if heads == key_heads else 2 * key.numel() // key_heads * heads * key.element_size()
-    return rows * heads * (_rounded_head(query) + 1) * FLOAT32 + int(expanded)
+    return int(rows * heads * (_rounded_head(query) + 1) * FLOAT32 + expanded)
 
 
 def _rows_and_sequences(arguments: Sequence[Any]) -> tuple[int, int]:
     """Of mha_bwd's query [batch, heads, tokens, head_dim], or mha_varlen_bwd's [tokens, heads, head_dim], whose
     documents are a block apart."""
-    query = arguments[1]
+    query: torch.Tensor = arguments[1]
     if query.ndim == 4:
         return query.shape[0] * rounded_up(query.shape[2], FLASH_BLOCK), query.shape[0]
-    documents = arguments[6].numel() - 1
+    documents: int = arguments[6].numel() - 1
     return query.shape[0] + FLASH_BLOCK * documents, documents
 
 
