@@ -75,10 +75,10 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> Computed:
             "set training.per_device_batch_size: 1, or model.attention: auto"
         )
     tried = _Tried(model)
-    found = computed_in_layout(tried, layout)
-    if found.problem:
-        raise FinetuneError(f"model.name_or_path: {name} {found.problem}; {_remedy(tried, layout)}")
-    return replace(found, router=_router_loss(tried, name, recipe))
+    computed = computed_in_layout(tried, layout)
+    if computed.problem:
+        raise FinetuneError(f"model.name_or_path: {name} {computed.problem}; {_remedy(tried, layout)}")
+    return replace(computed, router=_router_loss(tried, name, recipe))
 
 
 def router_coefficient(config: PreTrainedConfig, recipe: Recipe) -> float:
@@ -139,8 +139,8 @@ def chosen_in(tried: _Tried) -> int | str:
     """The experts that a router chooses for a token, or why there is no auxiliary loss of it."""
     try:
         return experts_chosen(tried.kind, tried.config)
-    except Unsuitable as found:
-        return str(found)
+    except Unsuitable as fault:
+        return str(fault)
     except Exception as error:  # whatever a model's own code raises
         text = " ".join(str(error).split())[:200]
         return f"does not give its router's logits ({type(error).__name__}: {text})"
@@ -158,8 +158,8 @@ def computed_in_layout(tried: _Tried, layout: DocumentLayout) -> Computed:
         if not layout.isolated and layout.packing:
             check_masks_isolate(kind, config)
         logits = check_head_is_last(kind, config, None if layout.isolated else layout.attention, decoder_ran=alone)
-    except Unsuitable as found:
-        return Computed(str(found))
+    except Unsuitable as fault:
+        return Computed(str(fault))
     except FinetuneError as refusal:  # of the attention; the remedy is found here
         return Computed(f"cannot be trained: {str(refusal).removeprefix('model.attention: ').partition(';')[0]}")
     except Exception as error:  # whatever a model's own code raises: it is not trained, and the user gets one line

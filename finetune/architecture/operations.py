@@ -62,7 +62,7 @@ class Watching(TorchDispatchMode):
         layers repeat the same operation, so results are remembered by their inputs.
         """
         schema = func._schema
-        new = not schema.is_mutable and [each.alias_info for each in schema.returns] == [None]
+        new = not schema.is_mutable and [returned.alias_info for returned in schema.returns] == [None]
         key = (func, _form(args), _form(kwargs)) if new else ()
         if new and (known := self.known.get(key)) is not None:
             shape, strides, dtype = known
@@ -80,7 +80,7 @@ def _form(value: Any) -> Any:
             return (value.shape, value.stride(), value.dtype)
         return object()
     if isinstance(value, dict):
-        return tuple((key, _form(each)) for key, each in value.items())
+        return tuple((key, _form(entry)) for key, entry in value.items())
     if isinstance(value, list | tuple):
         return tuple(map(_form, value))
     return (type(value), value)
@@ -117,11 +117,11 @@ def placed_tensors(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield where, value
     elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from placed_tensors(each, f"{where}.{key}")
+        for key, entry in value.items():
+            yield from placed_tensors(entry, f"{where}.{key}")
     elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from placed_tensors(each, f"{where}.{index}")
+        for index, entry in enumerate(value):
+            yield from placed_tensors(entry, f"{where}.{index}")
 
 
 def token_axes(value: Any) -> dict[str, tuple[int, ...]]:

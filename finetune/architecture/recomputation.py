@@ -153,7 +153,7 @@ class _Keeping(TorchDispatchMode):
             return result
         if _is_worth_it(func, args, kwargs, result):
             self._kept[self._place] = value = _detached(result)
-            self._by_storage |= {id(each.untyped_storage()): self._place for each in _tensors(value)}
+            self._by_storage |= {id(tensor.untyped_storage()): self._place for tensor in _tensors(value)}
             self._needed = False
         else:
             self._needed = True
@@ -249,7 +249,7 @@ def _is_worth_it(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     if any(value for name, value in given.items() if "dropout" in name):
         return False
     if f"{func.namespace}.{func.overloadpacket.__name__}" in BATCHED:
-        return bool(result.numel() <= sum(each.numel() for each in _tensors(args)))
+        return bool(result.numel() <= sum(tensor.numel() for tensor in _tensors(args)))
     return True
 
 

@@ -75,8 +75,8 @@ def check_documents_isolated(kind: Architecture, config: PreTrainedConfig, *, is
         **others: Any,
     ) -> tuple[Tensor, None]:
         if isolated:
-            asked: dict[str, Any] = {"sinks": s_aux is not None, "cap": softcap, "dropout": dropout}
-            refuse_unknown(module, attention_mask, cu_seq_lens, others, **asked)
+            options: dict[str, Any] = {"sinks": s_aux is not None, "cap": softcap, "dropout": dropout}
+            refuse_unknown(module, attention_mask, cu_seq_lens, others, **options)
         calls.append((module, sliding_window))
         return _answer(query, value), None
 
@@ -96,7 +96,7 @@ def check_documents_isolated(kind: Architecture, config: PreTrainedConfig, *, is
         model = _structure(kind, config, TRIED)
         run_by_document(model, mixers)
         again = _run(model, batch, mixers)
-        if again.found:
+        if again.mixing:
             raise Unsuitable(again.first_problem())
         seen.tables = again.tables  # without those that are counted inside of a document
     if seen.tables and not seen.positions_read:
@@ -119,7 +119,7 @@ def _windows_known(config: PreTrainedConfig, calls: Sequence[tuple[nn.Module, in
     """
     kinds: list[str] = getattr(config, "layer_types", None) or []
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    windowed = sum(1 for _, each in calls if each is not None)
+    windowed = sum(1 for _, passed in calls if passed is not None)
     for module, _ in calls:
         layer = getattr(module, "layer_idx", None)
         named = [kinds[layer]] if kinds and layer is not None else kinds
@@ -143,7 +143,7 @@ def _refuse_masked(kind: Architecture, config: PreTrainedConfig, seen: Positions
     masked = _run(model, _batch())
     for path in seen.outermost():
         takes_mask = any(len(axes) > 1 for axes in masked.given.get(path, {}).values())
-        if takes_mask and seen.found[path] != {COUNTED}:
+        if takes_mask and seen.mixing[path] != {COUNTED}:
             raise Unsuitable(seen.problem(path))
 
 
@@ -225,7 +225,7 @@ def _head_is_last(
 def _leave_first(module: nn.Module, layers: int) -> None:
     """Leave the first of the decoder layers that this module holds."""
     for name, child in list(module.named_children()):
-        if isinstance(child, nn.ModuleList) and all(isinstance(each, GradientCheckpointingLayer) for each in child):
+        if isinstance(child, nn.ModuleList) and all(isinstance(layer, GradientCheckpointingLayer) for layer in child):
             setattr(module, name, child[:layers])
 
 
@@ -368,7 +368,7 @@ class Positions:
         """`mixers` are run document by document here, and cut and join rows for that."""
         self.cutting = {mixer.path for mixer in mixers}
         self.model, self.positions, self.positions_read, self.tables = model, positions, False, False
-        self.found: dict[str, set[str]] = {}  # path of the innermost module -> operations
+        self.mixing: dict[str, set[str]] = {}  # path of the innermost module -> operations
         self.given: dict[str, dict[str, tuple[int, ...]]] = {}
         self.returned: dict[str, dict[str, tuple[int, ...]]] = {}
         self.running: list[str] = []
@@ -399,11 +399,11 @@ class Positions:
         self.positions_read |= any(tensor is self.positions for _, tensor in placed_tensors(args))
         self.tables |= counts_positions(name, args, result)
         if name == "arange" and result.numel() == TOKENS:
-            self.found.setdefault(self._here(), set()).add(COUNTED)
+            self.mixing.setdefault(self._here(), set()).add(COUNTED)
         elif name in ("slice", "cat") and self._here() in self.cutting:
             return
         elif mixes_positions(name, func, args, kwargs, result):
-            self.found.setdefault(self._here(), set()).add(name)
+            self.mixing.setdefault(self._here(), set()).add(name)
 
     def _here(self) -> str:
         if self.running:
@@ -416,7 +416,7 @@ class Positions:
         def inside(path: str, other: str) -> bool:
             return path != other and (not other or path.startswith(f"{other}."))
 
-        return [path for path in self.found if not any(inside(path, other) for other in self.found)]
+        return [path for path in self.mixing if not any(inside(path, other) for other in self.mixing)]
 
     def mixers(self) -> tuple[Mixer, ...]:
         """The modules to be run document by document. Raises Unsuitable where one of them cannot be."""
@@ -434,7 +434,7 @@ class Positions:
     def problem(self, path: str) -> str:
         """A sentence about this module's fault."""
         kind = type(self.model.get_submodule(path)).__name__
-        operations = sorted(self.found[path] - {COUNTED})
+        operations = sorted(self.mixing[path] - {COUNTED})
         if not operations:
             return f"counts positions of its own ({kind})"
         return f"brings positions together outside of its attention ({kind}: {operations[0]})"

@@ -42,7 +42,7 @@ def largest_setting(config: Any, *names: str) -> int | None:
     """
     settings = config.to_dict()
     layers = [settings, *(settings.get("per_layer_config") or {}).values()]
-    return max((value for each in layers for name in names if isinstance(value := each.get(name), int)), default=None)
+    return max((value for layer in layers for name in names if isinstance(value := layer.get(name), int)), default=None)
 
 
 def kernel_width(head_dim: int) -> int:

@@ -32,8 +32,8 @@ def compare(
 
         if folder is not None:
             check_output(folder, "--output", folder=True)
-        asked = settings_of_rows(vary or [], seeds)
-        comparison = plan_comparison(recipe, overrides or [], asked, steps=steps, folder=folder)
+        settings = settings_of_rows(vary or [], seeds)
+        comparison = plan_comparison(recipe, overrides or [], settings, steps=steps, folder=folder)
         return {"ok": True, **run_and_report(comparison, quiet=as_json)}
 
     run_verb(work, as_json=as_json)

@@ -36,8 +36,8 @@ from finetune.recipe.strategy import strategy_of
 from finetune.redaction import hide_in, hide_secrets, known_secrets
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"finetune {__version__}")
         raise typer.Exit
 

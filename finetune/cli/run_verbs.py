@@ -197,12 +197,12 @@ def status(
         if "://" in run:
             from finetune.storage.watch import stored_status
 
-            found = stored_status(run)
+            state = stored_status(run)
         else:
-            found = read_status(user_path(run))
+            state = read_status(user_path(run))
         if not as_json:
-            say(str(found))
-        return {"ok": True, **vars(found)}
+            say(str(state))
+        return {"ok": True, **vars(state)}
 
     run_verb(work, as_json=as_json)
 

@@ -80,8 +80,8 @@ class Reduction:
     @property
     def facts(self) -> dict[str, Any]:
         """For the receipt and JSON."""
-        how = "once a step" if self.once else "after each micro-batch"
-        return {"once": self.once, "why": self.why, "line": f"gradients: reduced {how}, because {self.why}"}
+        moment = "once a step" if self.once else "after each micro-batch"
+        return {"once": self.once, "why": self.why, "line": f"gradients: reduced {moment}, because {self.why}"}
 
 
 def choose_reduction(
@@ -110,8 +110,8 @@ def choose_reduction(
         return Reduction(False, f"there is no closed form for {why}")
     if recipe.preferences is not None and recipe.lora is None:  # its backward computes the head's logits once more
         return Reduction(False, "there is no closed form for pairs under all weights")
-    found = estimate(estimated, config, room, keeps_gradients=True)
-    need = found.upper if gpus else ON_HOST * found.needed
+    plan = estimate(estimated, config, room, keeps_gradients=True)
+    need = plan.upper if gpus else ON_HOST * plan.needed
     sizes = f"{need / GIB:.1f} of {room.memory / GIB:.1f} GiB"
     if need > room.memory:
         return Reduction(False, f"until the last one the plan may need {sizes}")
@@ -132,19 +132,19 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
         gpus: None: a CPU, whose memory `ranks` share.
     """
     training = recipe.training
-    asked = {key: getattr(training, key) == "auto" for key in (RECOMPUTATION, ROWS)}
-    if not any(asked.values()):
+    is_auto = {key: getattr(training, key) == "auto" for key in (RECOMPUTATION, ROWS)}
+    if not any(is_auto.values()):
         return Chosen(recipe)
     settings: Sequence[Recomputation] = (training.activation_checkpointing,)
-    if asked[RECOMPUTATION] and training.activation_offloading:
+    if is_auto[RECOMPUTATION] and training.activation_offloading:
         settings = (True,)
-    elif asked[RECOMPUTATION]:
+    elif is_auto[RECOMPUTATION]:
         compiles = gpus is not None and training.compile is not False
         without_selective = compiles or training.mlp_tile_tokens is not None
         settings = RECOMPUTATIONS_IF_COMPILED if without_selective else RECOMPUTATIONS
 
     def chosen(setting: Recomputation, rows: int, why: str) -> Chosen:
-        reasons = (why if asked[key] else None for key in (RECOMPUTATION, ROWS))
+        reasons = (why if is_auto[key] else None for key in (RECOMPUTATION, ROWS))
         return Chosen(_changed(recipe, setting, per_device_batch_size=rows), *reasons)
 
     last = training.rows_at_once, settings[-1]
@@ -156,11 +156,11 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
     if why := unsupported(_estimated(recipe, settings[0], gpus), config, room):
         return chosen(last[1], last[0], f"there is no closed form for {why}")
     # From the least recomputation on, and from the most rows on. The last pair stays if none fits.
-    counts = _row_counts(recipe, room.count * room.nodes) if asked[ROWS] else [training.rows_at_once]
+    counts = _row_counts(recipe, room.count * room.nodes) if is_auto[ROWS] else [training.rows_at_once]
     tried: list[tuple[Recomputation, int, int]] = []
     for setting, rows in product(settings, counts):
-        found = estimate(_estimated(recipe, setting, gpus, per_device_batch_size=rows), config, room)
-        tried.append((setting, rows, found.upper if gpus else ON_HOST * found.needed))
+        plan = estimate(_estimated(recipe, setting, gpus, per_device_batch_size=rows), config, room)
+        tried.append((setting, rows, plan.upper if gpus else ON_HOST * plan.needed))
         if tried[-1][2] <= room.memory:
             break
     memory = f"{room.memory / GIB:.1f} GiB"
@@ -173,8 +173,8 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
         why = f"the plan needs at most {need / GIB:.1f} of {memory}"
         if len(tried) > 1:
             before, more, needed = tried[-2]
-            how = recomputation_in_words(before) if before != setting else counted(more, recipe.data.row_noun)
-            why += f", and {needed / GIB:.1f} with {how}"
+            other = recomputation_in_words(before) if before != setting else counted(more, recipe.data.row_noun)
+            why += f", and {needed / GIB:.1f} with {other}"
     return chosen(setting, rows, why)
 
 
@@ -191,8 +191,8 @@ def chosen_words(recipe: Path, overrides: Sequence[str]) -> list[str]:
     """A recipe file's overrides, with `auto` resolved for its own GPUs."""
     loaded = load_recipe(recipe, overrides).recipe
     chosen = choose_recomputation(loaded, gpus_of(loaded.budget))
-    found = {ROWS: chosen.rows_facts, RECOMPUTATION: chosen.facts}
-    return [*overrides, *(f"training.{key}={str(each['runs']).lower()}" for key, each in found.items() if each)]
+    choices = {ROWS: chosen.rows_facts, RECOMPUTATION: chosen.facts}
+    return [*overrides, *(f"training.{key}={str(facts['runs']).lower()}" for key, facts in choices.items() if facts)]
 
 
 def _estimated(recipe: Recipe, setting: Recomputation, gpus: Gpus | None, **further: Any) -> Recipe:

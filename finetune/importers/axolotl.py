@@ -116,7 +116,7 @@ def _preferences(foreign: ForeignConfig, rl: str, objective: Objective) -> None:
     foreign.carry(f"{objective}.beta", "trl.beta", "rl_beta", "dpo_beta", default=0.1)
     match rl:
         case "kto":
-            keys = {"wanted": "kto_desirable_weight", "unwanted": "kto_undesirable_weight"}
+            keys = {"desirable": "kto_desirable_weight", "undesirable": "kto_undesirable_weight"}
             carry_judged(foreign, **keys, micro_batch="micro_batch_size")
         case "simpo":
             carry_simpo(foreign, alpha="cpo_alpha")
@@ -225,15 +225,15 @@ def _training(foreign: ForeignConfig) -> None:
             foreign.leave(an_epoch, "same", "the last step is always evaluated and saved")
 
     # A tracker is on by its own switch, or by a project's name.
-    wanted: dict[str, str] = {}
+    trackers: dict[str, str] = {}
     for name, other_keys in _TRACKERS.items():
         for key in (f"use_{name}", *other_keys):
             if foreign.get(key) not in (None, False):
-                wanted[name] = key
+                trackers[name] = key
                 break
-    if "wandb" in wanted and foreign.peek("wandb_mode") == "disabled":
-        del wanted["wandb"]
-    carry_trackers(foreign, wanted)
+    if "wandb" in trackers and foreign.peek("wandb_mode") == "disabled":
+        del trackers["wandb"]
+    carry_trackers(foreign, trackers)
     foreign.carry("save_total_limit", "save_total_limit", default=4)
     foreign.carry("output_dir", "output_dir", default="./model-out")
     carry_hub(foreign, push=bool(foreign.peek("hub_model_id")))

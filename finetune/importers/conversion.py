@@ -91,8 +91,8 @@ _OTHER_FILES = (
 def _values_in(file: Path) -> dict[str, Any]:
     """The file's YAML, a mapping. Raises RecipeError."""
     if file.is_dir():
-        found = sorted(each.name for each in file.iterdir() if each.suffix in (".yaml", ".yml"))
-        named = f": {', '.join(found[:3])}" if found else ""
+        names = sorted(path.name for path in file.iterdir() if path.suffix in (".yaml", ".yml"))
+        named = f": {', '.join(names[:3])}" if names else ""
         raise RecipeError([f"{file}: is a folder; name a tool's configuration in it{named}"])
     if file.suffix in (".py", ".sh"):
         remedy = "write its arguments as YAML: model_name_or_path, dataset_name and the others"
@@ -143,9 +143,9 @@ def find_tool(name: str | None) -> Tool | None:
     """`finetune.importers.known_tool`."""
     if not name:
         return None
-    wanted = name.lower().replace("-", "").replace("_", "")
+    plain_name = name.lower().replace("-", "").replace("_", "")
     for tool in TOOLS:
-        if tool == wanted:
+        if tool == plain_name:
             return tool  # type: ignore[no-any-return]
     raise FinetuneError(f"--tool: {name}: write one of {', '.join(TOOLS)}")
 

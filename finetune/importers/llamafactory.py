@@ -97,7 +97,7 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
     if objective == "kto":
         if loss == "kto_pair":
             foreign.leave("pref_loss", "differs", "a pair is two judged answers here, and each has its own loss")
-        keys = {"wanted": "kto_chosen_weight", "unwanted": "kto_rejected_weight"}
+        keys = {"desirable": "kto_chosen_weight", "undesirable": "kto_rejected_weight"}
         carry_judged(foreign, **keys, micro_batch="per_device_train_batch_size")
         if foreign.get("pref_ftx"):
             foreign.leave("pref_ftx", "differs", "kto has no supervised part here")

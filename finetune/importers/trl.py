@@ -127,7 +127,7 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
     if objective == "kto":
         if foreign.get("loss_type", "kto") not in ("kto", ["kto"]):
             foreign.refuse("loss_type", "kto is offered for judged answers; keep TRL for others")
-        keys = {"wanted": "desirable_weight", "unwanted": "undesirable_weight"}
+        keys = {"desirable": "desirable_weight", "undesirable": "undesirable_weight"}
         carry_judged(foreign, **keys, micro_batch="per_device_train_batch_size")
     elif is_simpo:
         foreign.get("loss_type")

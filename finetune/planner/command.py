@@ -115,28 +115,28 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
             sizes = f"{planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}"
             note(f"  {sizes}, does not fit; looking for changes that make it fit")
             fitting = remedies.remedies(recipe, config, gpus, _noted(note))
-            result["changes"] = [each.as_json() for each in fitting]
+            result["changes"] = [variant.as_json() for variant in fitting]
             result["advice"] = [*remedies.fitting_lines(fitting)]
             text += ["", *result["advice"]]
         elif gpus is not None and unsupported(recipe, config, gpus) is None:
             spare = remedies.spare(recipe, config, gpus)
-            result["spare"] = [each.as_json() for each in spare]
+            result["spare"] = [variant.as_json() for variant in spare]
             if spare and options.details:
                 text += ["", "the spare memory could be used for one of these (by the closed form):"]
                 text += remedies.lines(spare)
             elif spare:
-                text += [f"the spare memory could hold {', or '.join(each.words for each in spare[:3])}"]
-            sharding = next((each.words for each in spare if remedies.STRATEGY in each.changes), None)
+                text += [f"the spare memory could hold {', or '.join(variant.words for variant in spare[:3])}"]
+            sharding = next((variant.words for variant in spare if remedies.STRATEGY in variant.changes), None)
             if sharding and recipe.lora is not None and result["speed"]:
                 text += [line for line in [copying_line(planned, result["speed"]["step_seconds"], sharding)] if line]
         if options.explain:
             result["explanation"] = explain_plan(recipe, config, gpus)
             text += ["", result["explanation"]]
-        found = probed(0)
-    if isinstance(found, FinetuneError):
-        raise found
-    result["probe"] = found.as_json()
-    text += ["", found.line()] if options.details else [found.line().partition("\n")[0]]
+        probe_result = probed(0)
+    if isinstance(probe_result, FinetuneError):
+        raise probe_result
+    result["probe"] = probe_result.as_json()
+    text += ["", probe_result.line()] if options.details else [probe_result.line().partition("\n")[0]]
     if chosen.line:
         result |= {"recomputation": chosen.facts, "rows": chosen.rows_facts}
         text += [chosen.line]
@@ -250,10 +250,10 @@ def _noted(note: Note, *, memory_alone: bool = False) -> remedies.PlanFunction:
 
     def plan(recipe: Recipe, gpus: Gpus) -> Plan:
         note(f"tracing {candidates.variant_in_words(recipe)}")
-        found = planner.plan(recipe, gpus, memory_alone=memory_alone)
-        verdict = "" if found.fits else ", does not fit"
-        note(f"  {found.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}{verdict}")
-        return found
+        planned = planner.plan(recipe, gpus, memory_alone=memory_alone)
+        verdict = "" if planned.fits else ", does not fit"
+        note(f"  {planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}{verdict}")
+        return planned
 
     return plan
 
@@ -262,22 +262,22 @@ def _largest(recipe: Recipe, gpus: Gpus | None, name: str, note: Note) -> Output
     if recipe.training.activation_checkpointing == "auto":  # it recomputes all layers at the largest size
         recipe = changed(recipe, {"training.activation_checkpointing": True})
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
-    found = remedies.largest(recipe, config, gpus, name, _noted(note, memory_alone=True))
+    facts = remedies.largest(recipe, config, gpus, name, _noted(note, memory_alone=True))
     assert gpus is not None
-    words = f"{found['change']}  needs {found['needed_bytes'] / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
-    if found["does_not_fit"] is None:
+    words = f"{facts['change']}  needs {facts['needed_bytes'] / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
+    if facts["does_not_fit"] is None:
         words += "; it is the largest there is"
     else:
-        words += f"; {found['does_not_fit'].partition('=')[2]} does not fit, by the {found['next_by']}"
-    if larger := found.get("changes"):
+        words += f"; {facts['does_not_fit'].partition('=')[2]} does not fit, by the {facts['next_by']}"
+    if larger := facts.get("changes"):
         words += (
             f"\nlarger with one change more, by the closed form, the cheapest first (of {gpus.memory / GIB:.1f} GiB):"
         )
-        most = max(each["value"] for each in larger)
-        for each in larger[: remedies.SHOWN]:
-            bar = "█" * max(1, round(30 * each["value"] / most))
-            words += f"\n  {each['value']:>9,} {bar:<30} {each['change']}  ({each['means']})"
-    return {"ok": True, "gpu_bytes": gpus.memory, **found}, words
+        most = max(option["value"] for option in larger)
+        for option in larger[: remedies.SHOWN]:
+            bar = "█" * max(1, round(30 * option["value"] / most))
+            words += f"\n  {option['value']:>9,} {bar:<30} {option['change']}  ({option['means']})"
+    return {"ok": True, "gpu_bytes": gpus.memory, **facts}, words
 
 
 def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOptions, note: Note) -> Output:
@@ -335,14 +335,14 @@ def pick_in_words(
             overrides.append(f"model.name_or_path={model}")
         loaded = load_recipe(Path(words[0]), overrides).formats_for(fastest_for(gpus.count))[0]
         start = loaded.path.read_text("utf-8-sig")
-        wanted = candidates.for_recipe(loaded.recipe)
+        search = candidates.for_recipe(loaded.recipe)
         if re.search(r"^[^#\n]+#", start, re.MULTILINE):
             note("--pick: the recipe's header stays, its comments beside keys do not")
     else:
-        wanted = candidates.for_model(str(model))
+        search = candidates.for_model(str(model))
     if options.price is not None:
         note("--price: give it to `finetune plan` with the picked recipe, which shows the cost")
-    recipe, planned = pick_recipe(wanted, gpus, note, written=options.gpus)
+    recipe, planned = pick_recipe(search, gpus, note, written=options.gpus)
     by_auto = changed(recipe, {"training.per_device_batch_size": "auto"})
     resolved = choose_recomputation(by_auto, gpus).recipe
     if resolved.training.rows_at_once > recipe.training.rows_at_once:
@@ -359,17 +359,17 @@ def pick_in_words(
     return result | {"file": None if file is None else str(file)}, text.rstrip()
 
 
-def pick_recipe(wanted: candidates.Wanted, gpus: Gpus, note: Note, *, written: str = "") -> tuple[Recipe, Plan]:
+def pick_recipe(search: candidates.Search, gpus: Gpus, note: Note, *, written: str = "") -> tuple[Recipe, Plan]:
     """The best recipe on these GPUs, planned by trace, and its plan.
 
     Args:
-        wanted: The model, and what else is kept.
+        search: The model, and what else is kept.
         note: Receives a line for each variant that is planned. A plan takes seconds to minutes.
         written: The GPUs as the user wrote them, for messages.
 
     Raises DoesNotFit if no variant fits.
     """
-    config, source = planned_config(wanted.model)
+    config, source = planned_config(search.model)
     plans: dict[str, Plan] = {}
     needs: list[int] = []  # bytes of each variant
     refusal: FinetuneError | None = None
@@ -378,7 +378,7 @@ def pick_recipe(wanted: candidates.Wanted, gpus: Gpus, note: Note, *, written: s
         nonlocal refusal
         words = candidates.variant_in_words(recipe)
         try:
-            found = planner.plan(recipe, gpus, must_fit=True)
+            planned = planner.plan(recipe, gpus, must_fit=True)
         except DoesNotFit as error:
             needed, does_fit = error.needed, False
         except FinetuneError as error:  # the trainer would refuse it
@@ -386,26 +386,26 @@ def pick_recipe(wanted: candidates.Wanted, gpus: Gpus, note: Note, *, written: s
             note(f"{words}: refused")
             return False
         else:
-            needed, does_fit = found.needed, found.fits
-            plans[recipe.model_dump_json()] = found
+            needed, does_fit = planned.needed, planned.fits
+            plans[recipe.model_dump_json()] = planned
         needs.append(needed)
         note(f"{words}: {needed / GIB:.1f} GiB{'' if does_fit else ', does not fit'}")
         return does_fit
 
     recipe = None
-    if unsupported(candidates.adapters(wanted, gpus), config, gpus) is not None:
-        recipe = candidates.by_plans(wanted, gpus, fits)
+    if unsupported(candidates.adapters(search, gpus), config, gpus) is not None:
+        recipe = candidates.by_plans(search, gpus, fits)
     else:
-        fitting, smallest = candidates.fitting_recipes(wanted, config, gpus)
+        fitting, smallest = candidates.fitting_recipes(search, config, gpus)
         needs.append(smallest)
         recipe = next(filter(fits, fitting), None)
-    recipe = recipe or next(filter(fits, candidates.offloaded(wanted, gpus)), None)
+    recipe = recipe or next(filter(fits, candidates.offloaded(search, gpus)), None)
     if recipe is not None:
         return recipe, plans[recipe.model_dump_json()]
     if refusal is not None and not plans:
         raise refusal
     least = min(needs, default=0)
-    message = f"--gpus: {written or gpus.name}: {wanted.model} ({source}) does not fit: its smallest variant needs "
+    message = f"--gpus: {written or gpus.name}: {search.model} ({source}) does not fit: its smallest variant needs "
     if least > gpus.memory:
         message += f"{least / GIB:.1f} GiB of each GPU, which has {gpus.memory / GIB:.1f}. "
     else:

@@ -73,8 +73,8 @@ def _greedy(model: nn.Module, prompts: list[list[int]], device: torch.device) ->
     return output.sequences[:, -NEW_TOKENS:].tolist(), list(output.logits)
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def _difference(padded: Tensor, expected: Tensor) -> float:
     """The difference relative to the spread of the expected logits [vocabulary]; their mean changes no probability."""
     kept = expected > LEAST_LOGIT
-    found, expected = found[kept].double(), expected[kept].double()
-    return float((found - expected).norm() / (expected - expected.mean()).norm())
+    padded, expected = padded[kept].double(), expected[kept].double()
+    return float((padded - expected).norm() / (expected - expected.mean()).norm())

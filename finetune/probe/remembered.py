@@ -46,7 +46,7 @@ def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: 
     """
     structure = {name: value for name, value in config.items() if name not in NOT_OF_STRUCTURE}
     training = recipe.training
-    asked = {
+    settings = {
         "attention": attention_name(recipe),
         "packing": recipe.data.packing,
         "several rows": training.rows_at_once > 1,
@@ -58,7 +58,7 @@ def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: 
         "quantization": None if recipe.quantization is None else recipe.quantization.model_dump(mode="json"),
     }
     computes = {"versions": installed(), "own code": own_code(), "device": device_kind(device)}
-    parts = {"format": REMEMBERED_FORMAT, "config": structure, "code": _digest(code), "asked": asked, **computes}
+    parts = {"format": REMEMBERED_FORMAT, "config": structure, "code": _digest(code), "asked": settings, **computes}
     return content_key(json.loads(json.dumps(parts, default=str)))
 
 
@@ -102,11 +102,11 @@ def recall(key: str) -> dict[str, Any] | None:
     return None
 
 
-def remember(key: str, found: dict[str, Any]) -> None:
+def remember(key: str, result: dict[str, Any]) -> None:
     """Keep a result, if the cache folder can be written."""
     with suppress(OSError, FinetuneError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
-        write_sealed(_file(key), found | {"key": key})
+        write_sealed(_file(key), result | {"key": key})
 
 
 @contextmanager

@@ -368,8 +368,8 @@ def forget_lost_best(recipe: Recipe, state: TrainState) -> str:
     # Rank 0 decides for all: ranks that disagree about the best step would export different weights.
     problem = None
     if ranks.rank == 0:
-        found = examine(folder, hashes=False)
-        problem = None if isinstance(found, Checkpoint) else found
+        examined = examine(folder, hashes=False)
+        problem = None if isinstance(examined, Checkpoint) else examined
     problem = ranks.gather(problem)[0]
     if problem is None:
         return ""

@@ -230,7 +230,7 @@ def _life(
         )
     quiet = [(age, beat) for beat, age in beats.items() if beat.state == "running" and age > most]
     if quiet:
-        age, beat = max(quiet, key=lambda each: each[0])
+        age, beat = max(quiet, key=lambda pair: pair[0])
         return (
             "stalled",
             f"rank {beat.rank} on {one_line(beat.host, 80)} shows no sign of life for {duration(age)}",

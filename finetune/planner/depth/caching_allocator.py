@@ -238,7 +238,7 @@ class CachingAllocator:
             if piece is not hole:
                 self._insert(piece)
         holes = self._unmapped[block.pool]
-        bisect.insort(holes, hole, key=lambda each: each.address)
+        bisect.insort(holes, hole, key=lambda unmapped: unmapped.address)
         if hole.before is not None and not hole.before.mapped:
             holes.remove(hole)
             hole = _merged(hole.before, hole)

@@ -52,7 +52,7 @@ def kinds_of_layers(config: Mapping[str, Any]) -> list[Hashable]:
         return list(range(depth))
     return [
         tuple(
-            (name, type(module).__qualname__, tuple(each.shape for each in module.parameters(recurse=False)))
+            (name, type(module).__qualname__, tuple(parameter.shape for parameter in module.parameters(recurse=False)))
             for name, module in layer.named_modules()
         )
         for layer in layers
@@ -165,15 +165,15 @@ def with_more_of_the_same(
     """Phases with peaks and ends to which the difference `second` - `first` is added `times` times."""
 
     def added(name: str, parts_of: Callable[[PhaseMemory], dict[str, int]]) -> dict[str, int]:
-        base, few, more = (parts_of(each[name]) for each in (phases, first, second))
+        base, few, more = (parts_of(memory[name]) for memory in (phases, first, second))
         sums = {part: base.get(part, 0) + round(times * (more.get(part, 0) - few.get(part, 0))) for part in COMPONENTS}
         return {part: nbytes for part, nbytes in sums.items() if nbytes}
 
     result = {}
     for name, phase in phases.items():
-        parts = added(name, lambda each: each.peak.parts)
+        parts = added(name, lambda memory: memory.peak.parts)
         peak = replace(phase.peak, nbytes=sum(parts.values()), parts=parts)
-        result[name] = PhaseMemory(peak, added(name, lambda each: each.end))
+        result[name] = PhaseMemory(peak, added(name, lambda memory: memory.end))
     return result
 
 

@@ -120,7 +120,7 @@ class _Casts:
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, list | tuple):
-            return [self._cast(each, dtype) for each in value]
+            return [self._cast(entry, dtype) for entry in value]
         if not self._eligible(value) or value.dtype == dtype:
             return value
         # As in cached_cast: weights alone, and only on the way down.
@@ -150,7 +150,7 @@ def _attention(
         scale = head_size**-0.5 if scale is None else scale
         padded = [query, key, value]
         if head_size % 8:
-            padded = [F.pad(each, (0, -head_size % 8)) for each in padded]
+            padded = [F.pad(tensor, (0, -head_size % 8)) for tensor in padded]
         output = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
         return output[..., :head_size]  # type: ignore[no-any-return]
     if enable_gqa and key.shape[1] != query.shape[1]:

@@ -169,7 +169,7 @@ def engine_parts(parts: Assembled) -> dict[str, list[torch.Tensor | None]]:
     optimizer: Any = parts.engine.optimizer
     groups = parts.engine.basic_optimizer.param_groups
     # Stage 3 gives its optimizer one part of the masters at a time.
-    masters = getattr(optimizer, "fp32_partitioned_groups_flat", [each for group in groups for each in group["params"]])
+    masters = getattr(optimizer, "fp32_partitioned_groups_flat", [part for group in groups for part in group["params"]])
     gradients = [master.grad for master in masters]
     gradients += [getattr(parameter, "grad_accum", None) for parameter in parts.unwrapped_model.parameters()]  # stage 1
     gradients += getattr(optimizer, "fp32_groups_gradients_flat", [])  # stage 1, bf16
@@ -190,9 +190,9 @@ class Replica(nn.Module):
         self.reducing = True
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        for together in _buckets(reversed(trained)):
-            flat = together[0].new_empty(sum(parameter.numel() for parameter in together))
-            for parameter, view in zip(together, flat.split([each.numel() for each in together]), strict=True):
+        for bucket in _buckets(reversed(trained)):
+            flat = bucket[0].new_empty(sum(parameter.numel() for parameter in bucket))
+            for parameter, view in zip(bucket, flat.split([part.numel() for part in bucket]), strict=True):
                 self._views[parameter] = view.view_as(parameter)
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
@@ -224,7 +224,7 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         dtype = parameter.dtype
         bucket = unfinished.setdefault(dtype, [])
         bucket.append(parameter)
-        if sum(each.numel() for each in bucket) * parameter.itemsize >= full_bytes.get(dtype, DDP_FIRST_BUCKET):
+        if sum(member.numel() for member in bucket) * parameter.itemsize >= full_bytes.get(dtype, DDP_FIRST_BUCKET):
             full_bytes[dtype] = DDP_BUCKET
             yield unfinished.pop(dtype)
     yield from unfinished.values()
