@@ -127,7 +127,9 @@ def varlen_attention(
     assert cu_seq_lens is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     chunk = chunk_of(module)
-    lengths = _in_chunks(document_lengths, chunk)
+    lengths = document_lengths
+    if chunk is not None:  # (5, 20) in chunks with 8 tokens is (5, 8, 8, 4)
+        lengths = tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
     request = Attended(lengths, scale, sliding_window, s_aux, softcap, dropout, document_ends)
     not_by_flash = softcap or dropout or not fits_flash(query.shape[-1], value.shape[-1])
     if query.device.type == "cpu":
@@ -207,13 +209,6 @@ def chunk_of(module: nn.Module) -> int | None:
     return None
 
 
-def _in_chunks(lengths: tuple[int, ...], chunk: int | None) -> tuple[int, ...]:
-    """Cut documents at multiples of `chunk`: (5, 20) in chunks with 8 tokens is (5, 8, 8, 4)."""
-    if chunk is None:
-        return lengths
-    return tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
-
-
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, request: Attended) -> Tensor:
     """Compute in float32 at least. oneDNN takes 16-bit products, keeps 4 MB of kernels for each new document length,
     and spends most of a short document's time on calls: 16 ms forward and backward, 8 in float32 (docs/log.md).
@@ -235,7 +230,11 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, request: Attended) -
         # On some torch releases groups lead to plain matrix products, [heads, tokens, tokens] for each document.
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         grouped = False
-    attend = _capped if request.cap else _with_sinks if request.sinks is not None else _plain
+    attend = _plain
+    if request.cap:
+        attend = _capped
+    elif request.sinks is not None:
+        attend = _with_sinks
     width = value.shape[-1]
     if query.device.type != "cpu" and not request.cap:
         # The memory-efficient kernel needs rows in multiples of 16 bytes; else torch allocates [heads, tokens, tokens].

@@ -78,7 +78,15 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> Computed:
     computed = computed_in_layout(tried, layout)
     if computed.problem:
         raise FinetuneError(f"model.name_or_path: {name} {computed.problem}; {_remedy(tried, layout)}")
-    return replace(computed, router=_router_loss(tried, name, recipe))
+    coefficient = router_coefficient(model.config, recipe)
+    if not coefficient:
+        return computed
+    chosen = chosen_in(tried)
+    if isinstance(chosen, str):
+        raise FinetuneError(
+            f"model.router_aux_loss_coef: {coefficient:g}: {name} {chosen}; set model.router_aux_loss_coef: 0"
+        )
+    return replace(computed, router=RouterLoss(coefficient, chosen))
 
 
 def router_coefficient(config: PreTrainedConfig, recipe: Recipe) -> float:
@@ -94,18 +102,6 @@ def router_coefficient(config: PreTrainedConfig, recipe: Recipe) -> float:
     if getattr(text, "output_router_logits", False):
         return float(getattr(text, "router_aux_loss_coef", 0) or 0)
     return 0.0
-
-
-def _router_loss(tried: _Tried, name: str, recipe: Recipe) -> RouterLoss | None:
-    coefficient = router_coefficient(tried.config, recipe)
-    if not coefficient:
-        return None
-    chosen = chosen_in(tried)
-    if isinstance(chosen, str):
-        raise FinetuneError(
-            f"model.router_aux_loss_coef: {coefficient:g}: {name} {chosen}; set model.router_aux_loss_coef: 0"
-        )
-    return RouterLoss(coefficient, chosen)
 
 
 def _remedy(tried: _Tried, layout: DocumentLayout) -> str:

@@ -13,20 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import (
-    activate_flash_attention_impl,
-    current_flash_attention_impl,
-    restore_flash_attention_impl,
-)
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl, restore_flash_attention_impl
 
 from finetune.architecture.attention import has_flash, kernel_left_off
 from finetune.architecture.guard import compare_computations
-from finetune.architecture.varlen_kernel import (
-    SHARED_KEYS,
-    attend_on_cuda,
-    largest_setting,
-    shares_by_parameter,
-)
+from finetune.architecture.varlen_kernel import SHARED_KEYS, attend_on_cuda, largest_setting, shares_by_parameter
 from finetune.library_errors import with_cause
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.model import FlashAttention

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.architecture import attention
+from finetune.architecture.operations import nested_tensors
 from finetune.architecture.own_layers.compute import FastModule, fast_modules
 from finetune.architecture.varlen_kernel import attend_on_cuda
 from finetune.trial_limit import limited
@@ -79,7 +80,11 @@ def compare_computations(
         expects = _results(expected, inputs, trained)
         eps = torch.finfo(_computed_in(inputs, parameters)).eps
         limit = LARGEST_IN_FLOAT32 if eps < 2**-16 else LARGEST_IN_16_BITS
-        rounded = _results(expected, _rounded_otherwise(inputs, eps), trained)
+        # Each number in the first input half a unit in the last place larger or smaller.
+        first, generator = inputs[0], torch.Generator().manual_seed(1)
+        sign = torch.randint(2, first.shape, generator=generator).to(first.device, torch.float32) * 2 - 1
+        moved = (first.detach().float() * (1 + eps / 2 * sign)).to(first.dtype).requires_grad_(first.requires_grad)
+        rounded = _results(expected, [moved, *inputs[1:]], trained)
         rounding = {name: _distance(rounded[name], tensor) for name, tensor in expects.items()}
         del rounded
         finds = _results(fast, inputs, trained)
@@ -142,15 +147,6 @@ def _computed_in(inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> 
     return max(formats, key=lambda dtype: torch.finfo(dtype).eps if dtype.itemsize > 1 else 0.0)
 
 
-def _rounded_otherwise(inputs: Sequence[Tensor], eps: float) -> list[Tensor]:
-    """The inputs, with each number in the first one half a unit in the last place larger or smaller."""
-    first, *others = inputs
-    generator = torch.Generator().manual_seed(1)
-    sign = torch.randint(2, first.shape, generator=generator).to(first.device, torch.float32) * 2 - 1
-    moved = (first.detach().float() * (1 + eps / 2 * sign)).to(first.dtype)
-    return [moved.requires_grad_(first.requires_grad), *others]
-
-
 def _distance(computed: Tensor, expects: Tensor) -> float:
     """The norm of the difference; NaN where one is finite and the other is not."""
     if computed.shape != expects.shape:
@@ -192,15 +188,6 @@ def _without_zeros(parameters: Any) -> Iterator[None]:
     finally:
         for parameter, before in changed:
             parameter.data.copy_(before)
-
-
-def nested_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from nested_tensors(entry)
 
 
 @dataclass

@@ -124,6 +124,15 @@ def placed_tensors(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from placed_tensors(entry, f"{where}.{index}")
 
 
+def nested_tensors(values: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dictionaries: an operation's arguments or results."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict | list | tuple):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from nested_tensors(value)
+
+
 def token_axes(value: Any) -> dict[str, tuple[int, ...]]:
     """The position axes of each tensor in a nested value, by its place."""
     return {

@@ -14,26 +14,14 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from finetune.architecture.attention import LENGTHS
+from finetune.architecture.by_document import Row
 from finetune.architecture.loss import decoder_of
 
 MOST_KEPT = 64  # sets of frequencies that a module keeps on its device, a few hundred bytes each
-
-
-class _Row:
-    """The documents in this forward's row."""
-
-    lengths: tuple[int, ...] | None = None
-
-    def __deepcopy__(self, memo: object) -> _Row:
-        return self
-
-    def of_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.lengths = kwargs.get(LENGTHS)
 
 
 def rotate_by_document(model: PreTrainedModel) -> None:
@@ -45,7 +33,7 @@ def rotate_by_document(model: PreTrainedModel) -> None:
     modules: list[Any] = [module for module in model.modules() if any(map(_by_length, _kinds(module)))]
     if not modules:
         return
-    row = _Row()
+    row = Row()
     decoder_of(model).register_forward_pre_hook(row.of_forward, with_kwargs=True)
     for module in modules:
         module.finetune_row, module.finetune_frequencies = row, {}

@@ -143,19 +143,12 @@ class _WithSinks(torch.autograd.Function):
             "scale": ctx.options["scale"],
             "window_size": list(ctx.options.get("window_size", (-1, 0))),
         }
-        return (*_kernels_backward(given), grad_sinks, None, None, None)
-
-
-def _kernels_backward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, by the operator that the public function's own backward calls.
-
-    torch has no public name for it, and its arguments differ between releases; tests/architecture/test_varlen_kernel.py
-    turns red where one is unknown here.
-    """
-    _varlen()  # which registers it
-    operator: Any = torch.ops.torch_attn._varlen_attn_backward.default
-    names = [argument.name for argument in operator._schema.arguments]
-    return cast("tuple[Tensor, Tensor, Tensor]", operator(*(given[name] for name in names)))
+        # The operator that the public function's own backward calls. torch has no public name for it, and its arguments
+        # differ between releases; tests/architecture/test_varlen_kernel.py turns red where one is unknown here.
+        _varlen()  # which registers it
+        operator: Any = torch.ops.torch_attn._varlen_attn_backward.default
+        grads = operator(*(given[argument.name] for argument in operator._schema.arguments))
+        return (*grads, grad_sinks, None, None, None)
 
 
 def _varlen() -> Any:

@@ -132,15 +132,13 @@ def plan_run(request: PlanRequest) -> Plan:
     from finetune.recipe.strategy import strategy_of
 
     recipe = Recipe.model_validate(request.recipe)
-    batches = batches_of(request)
-    stage = 0 if strategy_of(recipe).schedule else None
+    place: dict[str, Any] = {"gpus": gpus_of_run(request)}
     if request.device == "cpu":
         ranks = request.nodes * request.ranks_of_node
-        place: dict[str, Any] = {"ranks": ranks, "node": request.ranks_of_node}
-        return plan_recipe(recipe, None, batches=batches, stage=stage, keeps_gradients=request.keeps_gradients, **place)
-    return plan_recipe(
-        recipe, gpus_of_run(request), batches=batches, stage=stage, keeps_gradients=request.keeps_gradients
-    )
+        place = {"gpus": None, "ranks": ranks, "node": request.ranks_of_node}
+    stage = 0 if strategy_of(recipe).schedule else None
+    batches, kept = batches_of(request), request.keeps_gradients
+    return plan_recipe(recipe, batches=batches, stage=stage, keeps_gradients=kept, **place)
 
 
 def gpus_of_run(request: PlanRequest) -> Gpus:
@@ -222,10 +220,16 @@ def audit(runs: Sequence[Path], note: Callable[[str], None]) -> tuple[dict[str, 
     Args:
         note: Receives a line for each run that is planned now, because that takes seconds.
     """
-    receipts = [(run, _receipt(run)) for run in runs]
+    receipts: dict[Path, dict[str, Any]] = {}
+    for run in runs:
+        if not (run / "receipt.json").is_file():
+            raise FinetuneError(f"--audit: {run}: has no receipt.json; name the folder of a run")
+        receipts[run] = read_object(run / "receipt.json", MOST_RECORD_BYTES)
+        if not isinstance(receipts[run].get("memory") or {}, dict):
+            raise _not_a_run(run, "memory must be an object")
     rows: list[AuditRow] = []
     unplanned: dict[str, str] = {}
-    for run, receipt in receipts:
+    for run, receipt in receipts.items():
         with library_errors(partial(_not_a_run, run)):
             plan, why = plan_of_run(run, note)
             if plan is None:
@@ -267,15 +271,6 @@ def _bytes(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"a peak of {one_line(value, 40)} bytes")
     return value
-
-
-def _receipt(run: Path) -> dict[str, Any]:
-    if not (run / "receipt.json").is_file():
-        raise FinetuneError(f"--audit: {run}: has no receipt.json; name the folder of a run")
-    receipt = read_object(run / "receipt.json", MOST_RECORD_BYTES)
-    if not isinstance(receipt.get("memory") or {}, dict):
-        raise _not_a_run(run, "memory must be an object")
-    return receipt
 
 
 def _not_a_run(run: Path, problem: Exception | str) -> FinetuneError:

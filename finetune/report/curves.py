@@ -35,10 +35,7 @@ PREFERENCE_CURVES = (
 )
 # Title, and the key of each kind of answer. KTO has no figures by token.
 REWARDS = ("Rewards", {"chosen": "reward_chosen", "rejected": "reward_rejected"})
-LOGP_BY_TOKEN = (
-    "Log-probability by token",
-    {"chosen": "logp_chosen_by_token", "rejected": "logp_rejected_by_token"},
-)
+LOGP_BY_TOKEN = ("Log-probability by token", {"chosen": "logp_chosen_by_token", "rejected": "logp_rejected_by_token"})
 LOGPS = ("Log-probability of an answer", {"chosen": "logps_chosen", "rejected": "logps_rejected"})
 ANSWER_COLOURS = (2, 3)  # green and red of pictures.COLOURS
 FEWEST_SMOOTHED = 20  # training lines; a shorter curve is not smoothed

@@ -224,9 +224,7 @@ def _told(run: ReportedRun) -> list[str]:
     for name, base, tuned, change in score_rows(run.facts):
         told.append(f"Score, {name}: {base} before, {tuned} after, difference {change}.")
     if trained and not run.facts.evaluated.get("general"):
-        told.append(
-            "Not measured: forgetting. finetune eval RUN --general asks both models general questions.",
-        )
+        told.append("Not measured: forgetting. finetune eval RUN --general asks both models general questions.")
     return told
 
 

@@ -36,9 +36,7 @@ BREAK_OFF_SECONDS = 5.0  # a second Ctrl-C waits so long for the files being wri
 
 @contextmanager
 def saves_in_background(
-    recipe: Recipe,
-    log: Callable[[str], None],
-    receivers: Mapping[int, int] = MappingProxyType({}),
+    recipe: Recipe, log: Callable[[str], None], receivers: Mapping[int, int] = MappingProxyType({})
 ) -> Iterator[Saves]:
     """A run's saves. At the end of the block the last one is complete, or its failure is raised.
 

@@ -46,14 +46,7 @@ from finetune.run_folder.checkpoint import (
     read_state_of,
     step_folder,
 )
-from finetune.run_folder.facts import (
-    EXPORT_RECORD,
-    EXPORTED_RECORDS,
-    EXPORTS,
-    STATE,
-    lost_lines,
-    read_state,
-)
+from finetune.run_folder.facts import EXPORT_RECORD, EXPORTED_RECORDS, EXPORTS, STATE, lost_lines, read_state
 from finetune.wording import first_lines
 
 _UNSET = "(not set)"
@@ -309,10 +302,7 @@ def claim_run_folder(
 
 
 def _start(
-    run_dir: Path,
-    previous: Mapping[str, Any] | None,
-    identity: RunIdentity,
-    length: RunLength | None,
+    run_dir: Path, previous: Mapping[str, Any] | None, identity: RunIdentity, length: RunLength | None
 ) -> tuple[Literal["fresh", "resumed", "finished"], Checkpoint | None, tuple[str, ...]]:
     """The run's status, the checkpoint to start from, and notes about damaged checkpoints.
 
@@ -432,12 +422,7 @@ def _of_another_user(run_dir: Path) -> Path | None:
 
 
 def mark_run(
-    run_dir: Path,
-    state: RunState,
-    *,
-    step: int,
-    exported: Mapping[str, Any] | None = None,
-    reason: str | None = None,
+    run_dir: Path, state: RunState, *, step: int, exported: Mapping[str, Any] | None = None, reason: str | None = None
 ) -> str:
     """Write the run's state after `step`, the exported step, and what stopped it. Returns the command that continues
     the run."""

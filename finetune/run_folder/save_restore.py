@@ -25,13 +25,7 @@ from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.adapter_config import WEIGHTS
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.run_folder.background import Saves
-from finetune.run_folder.checkpoint import (
-    Checkpoint,
-    act_on_every_rank,
-    examine,
-    read_state_of,
-    step_folder,
-)
+from finetune.run_folder.checkpoint import Checkpoint, act_on_every_rank, examine, read_state_of, step_folder
 from finetune.run_folder.facts import GENERATION
 from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.train_state import TrainState
@@ -52,11 +46,7 @@ from finetune.wording import metric_in_words
 
 
 def save(
-    recipe: Recipe,
-    parts: Assembled,
-    state: TrainState,
-    saves: Saves,
-    then: Callable[[], None] | None = None,
+    recipe: Recipe, parts: Assembled, state: TrainState, saves: Saves, then: Callable[[], None] | None = None
 ) -> None:
     """Write a checkpoint, or begin to. Every rank calls it and writes its own pieces.
 
@@ -116,10 +106,7 @@ def restore(recipe: Recipe, parts: Assembled, step: int, ranks: Ranks) -> TrainS
         return TrainState()
     # Rank 0 verified the hash of every byte when it claimed the run folder. Copies of it are verified here.
     folder, is_copy = step_folder(Path(recipe.run_dir), step), ranks.rank in ranks.apart
-    with (
-        on_every_machine(folder, ranks),
-        library_errors(f"{folder}: cannot be resumed from"),
-    ):
+    with on_every_machine(folder, ranks), library_errors(f"{folder}: cannot be resumed from"):
         return TrainState.from_json(fill_from(parts, folder, hashes=is_copy))
 
 

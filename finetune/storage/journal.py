@@ -164,10 +164,7 @@ class Lease:
             self._renewals.start()
 
     def publish(
-        self,
-        files: Mapping[str, Path | bytes],
-        checkpoints: Sequence[Saved],
-        records: Mapping[str, int],
+        self, files: Mapping[str, Path | bytes], checkpoints: Sequence[Saved], records: Mapping[str, int]
     ) -> None:
         """Add one entry: first its files (path below `next_folder` -> content), then the entry, then delete what no
         entry needs any more. `checkpoints` are all that the storage holds afterwards.

@@ -19,13 +19,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, remove_folder
-from finetune.hub.upload_files import (
-    SOMEBODYS_HOME,
-    Outgoing,
-    check_no_secrets,
-    path_replacements,
-    without_local_paths,
-)
+from finetune.hub.upload_files import SOMEBODYS_HOME, Outgoing, check_no_secrets, path_replacements, without_local_paths
 from finetune.launch.signals import grace_period
 from finetune.recipe.schema import Recipe
 from finetune.redaction import known_secrets

@@ -81,12 +81,7 @@ def fetch_records(
         os.replace(temporary, folder / name)
 
 
-def take_over(
-    recipe: Recipe,
-    launch: Launch,
-    identity: RunIdentity,
-    log: Callable[[str], None],
-) -> Mirror | None:
+def take_over(recipe: Recipe, launch: Launch, identity: RunIdentity, log: Callable[[str], None]) -> Mirror | None:
     """Own the run on the storage, and bring its newest checkpoint into the run folder if that has none as new.
 
     Returns the mirror; None if the recipe names no storage. Only rank 0 calls it, with the run folder locked.

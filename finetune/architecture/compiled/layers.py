@@ -41,7 +41,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.architecture.attention import AMPERE, ENDS_ON_HOST, LENGTHS, LONGEST
 from finetune.architecture.by_document import run_document_by_document
 from finetune.architecture.families import router_coefficient
-from finetune.architecture.guard import Discrepancy, compare_computations, compare_outputs, nested_tensors
+from finetune.architecture.guard import Discrepancy, compare_computations, compare_outputs
+from finetune.architecture.operations import nested_tensors
 from finetune.architecture.own_layers.norm_and_gate import tiled_mlps
 from finetune.errors import EnvironmentMismatch
 from finetune.files import cache_folder

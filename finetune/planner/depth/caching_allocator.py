@@ -126,10 +126,6 @@ class CachingAllocator:
             block = _merged(block, block.after)
         self._insert(block)
 
-    def restart_peaks(self) -> None:
-        """Do as `torch.cuda.reset_peak_memory_stats`."""
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
-
     def empty_cache(self) -> None:
         """Return segments without a live block to CUDA; with expandable segments, pages."""
         if self.expandable:
@@ -300,7 +296,7 @@ def replay(
             peaks[running] = AllocatorPeak(allocated, max(before.reserved, allocator.peak_reserved))
             running = ""
         if storage is None:  # storages that ended before it are freed just before it, under its name
-            allocator.restart_peaks()
+            allocator.peak_allocated, allocator.peak_reserved = allocator.allocated, allocator.reserved
             running = phase
         else:
             allocator.free(storage)

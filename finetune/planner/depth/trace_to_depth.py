@@ -88,7 +88,12 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
         if request.on_gpu and strategy.layers_repeat:
             changes = list(repeat_layers(deepest.timeline, DEVICE_NAME, needed[0], layers, period))
             if request.must_fit_bytes is not None:  # before the other depth is waited for, which is half the time
-                check_fits(changes, request.must_fit_bytes, request.outside_bytes)
+                memory, outside_bytes = request.must_fit_bytes, request.outside_bytes
+                try:
+                    replay(changes, memory - outside_bytes, expandable=expands_segments())
+                except NoMemory:
+                    need = outside_bytes + max(peak.allocated for peak in replay(changes).values())
+                    raise DoesNotFit(f"it needs {need} bytes of a GPU's {memory}", need) from None
         traces = {depth: traced(depth) for depth in needed[1:]} | {needed[0]: deepest}
     timelines = {depth: shallow_trace.timeline for depth, shallow_trace in traces.items()}
     deep = DeepTrace(
@@ -135,15 +140,6 @@ def repetition(request: TraceRequest) -> tuple[int, int]:
             packed = 2 * int(getattr(torch, quantization.bnb_4bit_quant_storage).itemsize)
         shallow += layers_kept_gathered(config, packed)
     return period, shallow
-
-
-def check_fits(changes: Sequence[StorageChange], memory: int, outside_bytes: int) -> None:
-    """Raise DoesNotFit if the allocator cannot replay the changes in what `outside_bytes` leave."""
-    try:
-        replay(changes, memory - outside_bytes, expandable=expands_segments())
-    except NoMemory:
-        needed = outside_bytes + max(peak.allocated for peak in replay(changes).values())
-        raise DoesNotFit(f"it needs {needed} bytes of a GPU's {memory}", needed) from None
 
 
 def _fewer_micro_batches(request: TraceRequest) -> tuple[int, int] | None:

@@ -52,11 +52,6 @@ def _fused_blocks(
     raise AssertionError("a trace computes nothing")
 
 
-@_fused_blocks.register_fake
-def _no_blocks(*_: Tensor) -> None:
-    pass
-
-
 @torch.library.custom_op("finetune::fused_update", mutates_args=("weight", "average", "square"))
 def _fused_update(
     weight: Tensor, average: Tensor, square: Tensor, gradient: Tensor, keys: Tensor, first: Tensor, factors: Tensor
@@ -64,9 +59,8 @@ def _fused_update(
     raise AssertionError("a trace computes nothing")
 
 
-@_fused_update.register_fake
-def _(*_: Tensor) -> None:
-    pass
+for _operator in (_fused_blocks, _fused_update):
+    _operator.register_fake(lambda *_: None)
 
 
 @contextmanager
@@ -191,8 +185,9 @@ class Replica(nn.Module):
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         for bucket in _buckets(reversed(trained)):
-            flat = bucket[0].new_empty(sum(parameter.numel() for parameter in bucket))
-            for parameter, view in zip(bucket, flat.split([part.numel() for part in bucket]), strict=True):
+            sizes = [parameter.numel() for parameter in bucket]
+            flat = bucket[0].new_empty(sum(sizes))
+            for parameter, view in zip(bucket, flat.split(sizes), strict=True):
                 self._views[parameter] = view.view_as(parameter)
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
