@@ -36,12 +36,12 @@ class Mixer:
     output: Mapping[str, tuple[int, ...]]
 
 
-class Row:
+class RowDocuments:
     """The documents of the row in this forward."""
 
     lengths: tuple[int, ...] | None = None
 
-    def __deepcopy__(self, memo: object) -> Row:
+    def __deepcopy__(self, memo: object) -> RowDocuments:
         """peft copies a module that it trains in full, and the copy sees the same row."""
         return self
 
@@ -68,7 +68,7 @@ def run_by_document(model: PreTrainedModel, mixers: Sequence[Mixer]) -> None:
     """
     if not mixers:
         return
-    row = Row()
+    row = RowDocuments()
     decoder_of(model).register_forward_pre_hook(row.of_forward, with_kwargs=True)
     for mixer in mixers:
         module: Any = model.get_submodule(mixer.path)

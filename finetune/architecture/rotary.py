@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from finetune.architecture.by_document import Row
+from finetune.architecture.by_document import RowDocuments
 from finetune.architecture.loss import decoder_of
 
 MOST_KEPT = 64  # sets of frequencies that a module keeps on its device, a few hundred bytes each
@@ -33,7 +33,7 @@ def rotate_by_document(model: PreTrainedModel) -> None:
     modules: list[Any] = [module for module in model.modules() if any(map(_by_length, _kinds(module)))]
     if not modules:
         return
-    row = Row()
+    row = RowDocuments()
     decoder_of(model).register_forward_pre_hook(row.of_forward, with_kwargs=True)
     for module in modules:
         module.finetune_row, module.finetune_frequencies = row, {}

@@ -156,7 +156,13 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
     if why := unsupported(_estimated(recipe, settings[0], gpus), config, room):
         return chosen(last[1], last[0], f"there is no closed form for {why}")
     # From the least recomputation on, and from the most rows on. The last pair stays if none fits.
-    counts = _row_counts(recipe, room.count * room.nodes) if is_auto[ROWS] else [training.rows_at_once]
+    counts = [training.rows_at_once]
+    if is_auto[ROWS]:  # rows that split a rank's share of a step evenly
+        strategy_ranks = cached_strategy(recipe.accelerate_config).rank_count(room.count * room.nodes)
+        share = math.ceil(training.global_batch_size / strategy_ranks)
+        most = max(1, min(share, MOST_TOKENS_AT_ONCE // recipe.data.row_tokens))
+        steps_of_rank = range(math.ceil(share / most), share + 1)
+        counts = sorted({math.ceil(share / steps) for steps in steps_of_rank}, reverse=True)
     tried: list[tuple[Recomputation, int, int]] = []
     for setting, rows in product(settings, counts):
         plan = estimate(_estimated(recipe, setting, gpus, per_device_batch_size=rows), config, room)
@@ -176,15 +182,6 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
             other = recomputation_in_words(before) if before != setting else counted(more, recipe.data.row_noun)
             why += f", and {needed / GIB:.1f} with {other}"
     return chosen(setting, rows, why)
-
-
-def _row_counts(recipe: Recipe, ranks: int) -> list[int]:
-    """Rows of a micro-batch that split a rank's share of a step evenly, the largest first."""
-    ranks = cached_strategy(recipe.accelerate_config).rank_count(ranks)
-    share = math.ceil(recipe.training.global_batch_size / ranks)
-    most = max(1, min(share, MOST_TOKENS_AT_ONCE // recipe.data.row_tokens))
-    counts = {math.ceil(share / steps) for steps in range(math.ceil(share / most), share + 1)}
-    return sorted(counts, reverse=True)
 
 
 def chosen_words(recipe: Path, overrides: Sequence[str]) -> list[str]:

@@ -462,6 +462,7 @@ def _template(foreign: ForeignConfig, key: str) -> None:
     entry_keys = [f"{key}.{index}" for index in range(len(foreign.peek(key)))]
     kinds = {str(foreign.peek(f"{entry_key}.type")).split(".")[0] for entry_key in entry_keys}
     jinja, name = foreign.get("chat_template_jinja"), foreign.peek("chat_template")
+    template_key = "chat_template" if name else "chat_template_jinja"
     conversation = next((f"{k}.conversation" for k in entry_keys if foreign.peek(f"{k}.conversation")), None)
     own = [kind for kind in ("chatml", "llama3") if kind in kinds]
     are_chats = kinds & {"chat_template", "sharegpt"}
@@ -470,9 +471,7 @@ def _template(foreign: ForeignConfig, key: str) -> None:
         if len(kinds) > 1:
             foreign.leave(f"{key}.*.type", "differs", f"all rows follow one template here, {own[0]}", sorted(kinds))
         if name or jinja:
-            foreign.leave(
-                "chat_template" if name else "chat_template_jinja", "look", "the strategy's own turns are used"
-            )
+            foreign.leave(template_key, "look", "the strategy's own turns are used")
     elif "alpaca" in kinds and not are_chats:
         foreign.write("data.chat_template", TEMPLATES["alpaca"], "type: alpaca")
         reason = "rows with an input: it follows the instruction here, without the heading ### Input: and its sentence"
@@ -480,7 +479,7 @@ def _template(foreign: ForeignConfig, key: str) -> None:
         if len(kinds) > 1:
             foreign.leave(f"{key}.*.type", "differs", "all rows follow one template here, Alpaca's", sorted(kinds))
         if name or jinja:
-            foreign.leave("chat_template" if name else "chat_template_jinja", "look", "Alpaca's headings are used")
+            foreign.leave(template_key, "look", "Alpaca's headings are used")
     elif jinja:
         foreign.get("chat_template")
         foreign.write("data.chat_template", jinja, "chat_template_jinja")

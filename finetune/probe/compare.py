@@ -180,8 +180,14 @@ class LibrarySide:
         loss = 0.0
         with self._width():
             for batch in probe_batches(recipe, self.documents, self.device):
+                arguments: dict[str, Any] = dict(batch)
                 with self._precision(self.compute):
-                    part = _by_logits(model, batch) if by_logits else model(**batch)
+                    if by_logits:
+                        labels, _ = arguments.pop("shift_labels"), arguments.pop("supervised", None)
+                        logits = model(**arguments, use_cache=False).logits
+                        part = summed(logits.flatten(0, 1), labels.flatten())
+                    else:
+                        part = model(**arguments)
                 part.backward()
                 loss += part.item()
         return LossAndGradients(loss, gradients_of(model))
@@ -236,12 +242,6 @@ def _wide(value: Any) -> Any:
     if value is torch.float32:
         return torch.float64
     return value
-
-
-def _by_logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    arguments = {name: value for name, value in batch.items() if name not in ("shift_labels", "supervised")}
-    logits = model(**arguments, use_cache=False).logits
-    return summed(logits.flatten(0, 1), batch["shift_labels"].flatten())
 
 
 def summed(logits: Tensor, targets: Tensor) -> Tensor:

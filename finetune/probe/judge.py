@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from finetune.recipe.schema import Recipe
 
 ELSEWHERE = ("sdpa", "eager")  # the library's own attentions, which run on every device
 ANYWHERE = (attention.NAME, *ELSEWHERE)
+LAYERS = {False: "kept", True: "recomputed"}  # in backward
 # A model that chooses experts may differ by this much through rounding in 16 bits: a token with two nearly equal best
 # experts goes to the other one. A document that sees another document is off by more.
 BY_CHOICE = 0.1
@@ -46,9 +46,13 @@ def judge(recipe: Recipe, small: SmallModel, device: torch.device, compute: torc
     if not _right(with_library, differences) and not with_library.repeats():
         with_library, note = with_library.without_randomness(), "compared in evaluation mode: it draws random numbers"
         differences = _both_ways(with_library, recipe, small)
-    if compute is not None and not _right(with_library, differences) and _agrees_in_float32(recipe, small, device):
-        with_library.bound = BY_CHOICE
-        note = "float32 agrees; in 16 bits rounding decides which experts are chosen"
+    if compute is not None and not _right(with_library, differences):
+        # In float32 rounding hardly changes a mixture's choice of experts.
+        exact = library_side(recipe, small, device, None)
+        mixture = expert_parameters(decoder_parts(exact.model))
+        if mixture and _right(exact, _both_ways(exact, recipe, small)):
+            with_library.bound = BY_CHOICE
+            note = "float32 agrees; in 16 bits rounding decides which experts are chosen"
     exact_on_cpu = compute is None and device.type == "cpu"
     if not _right(with_library, differences) and exact_on_cpu and (wide := _in_float64(with_library, recipe, small)):
         with_library, differences = wide
@@ -56,13 +60,6 @@ def judge(recipe: Recipe, small: SmallModel, device: torch.device, compute: torc
         raise _refusal(recipe, small, with_library, differences)
     precision = "float64" if with_library.wide else "float32" if compute is None else dtype_name(compute)
     return Judgement(differences, with_library.bound, precision, note)
-
-
-def _agrees_in_float32(recipe: Recipe, small: SmallModel, device: torch.device) -> bool:
-    """Whether the model has experts, and is right in float32, where rounding hardly changes their choice."""
-    exact = library_side(recipe, small, device, None)
-    mixture = expert_parameters(decoder_parts(exact.model))
-    return bool(mixture) and _right(exact, _both_ways(exact, recipe, small))
 
 
 def _refusal(
@@ -85,9 +82,9 @@ def _refusal(
 def _both_ways(with_library: LibrarySide, recipe: Recipe, small: SmallModel) -> dict[str, Difference]:
     """The differences with layers recomputed as the recipe says, then the other way if the model can."""
     model, recomputes = with_library.built(recipe, small), bool(recipe.training.recompute_every)
-    differences = {_way(recomputes): with_library.difference_of(model, recipe)}
+    differences = {LAYERS[recomputes]: with_library.difference_of(model, recipe)}
     if set_checkpointing(model, on=not recomputes) is not recomputes:
-        differences[_way(not recomputes)] = with_library.difference_of(model, recipe)
+        differences[LAYERS[not recomputes]] = with_library.difference_of(model, recipe)
     return differences
 
 
@@ -109,13 +106,7 @@ def _in_float64(
         with_library.narrowed()
         return None
     both = Difference(max(kept.loss, recomputing.loss), max(kept.gradients, recomputing.gradients), kept.worst)
-    return wide, {_way(recomputes): both} | ({_way(False): kept} if recomputes else {})
-
-
-def _way(recomputed: bool) -> str:
-    if recomputed:
-        return "recomputed"
-    return "kept"
+    return wide, {LAYERS[recomputes]: both} | ({LAYERS[False]: kept} if recomputes else {})
 
 
 def _right(with_library: LibrarySide, differences: dict[str, Difference]) -> bool:
@@ -162,27 +153,21 @@ class _Trial:
     @property
     def _recomputation_differs(self) -> bool:
         """Whether layers are recomputed, and everything is right without that."""
-        kept = self.differences.get(_way(False))
+        kept = self.differences.get(LAYERS[False])
         return len(self.differences) == 2 and kept is not None and kept.largest <= self.with_library.bound
 
     def _remedy(self) -> str:
         if self._recomputation_differs:
             return "set training.activation_checkpointing: false"
-        for changed, text in self._proposals():
-            if self._is_right(changed):
-                return f"set {text}"
-        return "choose another model"
-
-    def _proposals(self) -> Iterator[tuple[Recipe, str]]:
-        recipe = self.recipe
-        now = attention_name(recipe)
-        others = [name for name in ELSEWHERE if name != now]
-        for name in others:
-            yield _changed(recipe, attention=name), f"model.attention: {name}"
+        recipe, own = self.recipe, attention_name(self.recipe)
+        others = [name for name in ELSEWHERE if name != own]
+        proposals = {f"model.attention: {name}": _changed(recipe, name) for name in others}
         if recipe.data.packing:
-            yield _changed(recipe, packing=False), "data.packing: false"
+            proposals["data.packing: false"] = _changed(recipe, packing=False)
             for name in others:
-                yield _changed(recipe, name, packing=False), f"model.attention: {name} and data.packing: false"
+                proposals[f"model.attention: {name} and data.packing: false"] = _changed(recipe, name, packing=False)
+        right = (text for text, changed in proposals.items() if self._is_right(changed))
+        return f"set {text}" if (text := next(right, "")) else "choose another model"
 
     def _is_right(self, recipe: Recipe, *, by_logits: bool = False) -> bool:
         key = attention_name(recipe), recipe.data.packing, recipe.training.activation_checkpointing, by_logits

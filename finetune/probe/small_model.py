@@ -118,15 +118,15 @@ def with_layers_alone(config: Mapping[str, Any], depth: int, chosen: Sequence[in
             small[name] = len(chosen)
         elif isinstance(value, list) and len(value) == depth and "token" not in name:
             small[name] = [value[index] for index in chosen]
-        elif isinstance(value, list) and LAYER_NUMBERS.search(name) and all(_is_layer(entry, depth) for entry in value):
+        elif (
+            isinstance(value, list)
+            and LAYER_NUMBERS.search(name)
+            and all(type(entry) is int and 0 <= entry < depth for entry in value)
+        ):
             small[name] = [chosen.index(place) for place in value if place in chosen]
         else:
             small[name] = value
     return small
-
-
-def _is_layer(value: Any, depth: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < depth
 
 
 # Sizes, for the probe.
@@ -266,9 +266,7 @@ def _smaller_value(name: str, value: Any, divisors: Factors) -> Any:
             return min(value, limit)
     if not divisors.by_name:
         is_width = value >= LARGE and not NO_SIZE.search(name)
-        if is_width:
-            return value // divisors.head_width
-        return value
+        return value // divisors.head_width if is_width else value
     if HEADS.search(name):
         return max(1, value // divisors.heads)
     if HEAD_WIDTHS.search(name):
@@ -334,8 +332,10 @@ def small_models(model: PreTrainedModel, folder: Path) -> Iterator[SmallModel]:
     model_class, reason = type(model), "it has too many weights"
     for divisors in factors(model.config.get_text_config().to_dict()):
         try:
-            config = _small_config(model_class, model.config, divisors)
-            if config is None:
+            narrow = _narrow(model.config, model.config.get_text_config(), divisors)
+            depth = getattr(narrow.get_text_config(), "num_hidden_layers", None)
+            config = _shallow(model_class, narrow, decoder_layers(_on_meta(model_class, narrow), depth)) or narrow
+            if sum(parameter.numel() for parameter in _on_meta(model_class, config).parameters()) > LARGEST_SMALL:
                 continue
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(0)  # decays and steps of state-space layers stay what they begin as
@@ -353,18 +353,6 @@ def small_models(model: PreTrainedModel, folder: Path) -> Iterator[SmallModel]:
         size = sum(parameter.numel() for parameter in small.parameters())
         yield SmallModel(folder, model_class.__name__, len(kinds), len(set(kinds)), size, tokens)
     raise CannotShrink(f"it cannot be made small ({reason})")
-
-
-def _small_config(model_class: ModelClass, config: PreTrainedConfig, divisors: Factors) -> PreTrainedConfig | None:
-    """A small configuration; None where it is still too large. Raises what the model raises of sizes that clash."""
-    narrow = _narrow(config, config.get_text_config(), divisors)
-    depth = getattr(narrow.get_text_config(), "num_hidden_layers", None)
-    layers = decoder_layers(_on_meta(model_class, narrow), depth)
-    shallow = _shallow(model_class, narrow, layers) or narrow
-    size = sum(parameter.numel() for parameter in _on_meta(model_class, shallow).parameters())
-    if size <= LARGEST_SMALL:
-        return shallow
-    return None
 
 
 def _narrow(config: PreTrainedConfig, text: PreTrainedConfig, divisors: Factors) -> PreTrainedConfig:

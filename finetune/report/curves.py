@@ -70,19 +70,17 @@ def read_runs(
         else:
             require_run_folder(folder)
             run_folders.append(folder)
-    names = _distinct_names(run_folders)
-    return [_read_checked(folder, name, plan_of) for folder, name in zip(run_folders, names, strict=True)]
-
-
-def _read_checked(folder: Path, name: str, plan_of: Callable[[Path], Mapping[str, Any] | None]) -> ReportedRun:
-    facts = read_run(folder, recipe_from_resolved(folder / "recipe.yaml"))
-    run = ReportedRun(name, folder, facts, plan_of(folder) or {})
-    # Compute every figure once, so that a damaged file is one line here and no traceback while the page is drawn.
-    with library_errors(f"{folder}: its files are not those of a run"):
-        for figures_of in (summary, phase_peaks, planned_peaks):
-            figures_of(run)
-        run.facts.missing()
-    return run
+    runs = []
+    for folder, name in zip(run_folders, _distinct_names(run_folders), strict=True):
+        facts = read_run(folder, recipe_from_resolved(folder / "recipe.yaml"))
+        run = ReportedRun(name, folder, facts, plan_of(folder) or {})
+        # Compute every figure once, so that a damaged file is one line here and no traceback while the page is drawn.
+        with library_errors(f"{folder}: its files are not those of a run"):
+            for figures_of in (summary, phase_peaks, planned_peaks):
+                figures_of(run)
+            run.facts.missing()
+        runs.append(run)
+    return runs
 
 
 def _distinct_names(folders: Sequence[Path]) -> list[str]:
@@ -194,13 +192,11 @@ def reliability_chart(run: ReportedRun) -> Chart:
     """How often given answers are right, by the probability that the model gave them; a calibrated model's dots lie on
     the grey line."""
     figures = run.facts.evaluated.get("options", {})
-    series = [
-        Series(
-            name, [(100 * point["probability"], 100 * point["right"]["mean"]) for point in figures[name]["curve"]], True
-        )
-        for name in ("base", "tuned")
-        if figures
-    ]
+    series = []
+    for name in ("base", "tuned") if figures else ():
+        curve_of = figures[name]["curve"]
+        points = [(100 * point["probability"], 100 * point["right"]["mean"]) for point in curve_of]
+        series.append(Series(name, points, dots=True))
     if series:
         series.append(Series("calibrated", [(0.0, 0.0), (100.0, 100.0)], colour=2, faint=True))
     return Chart("Right answers, %, by the probability of the answer, %", series)
@@ -283,8 +279,7 @@ def phase_peaks(run: ReportedRun) -> dict[str, float]:
             peaks[line["phase"]] = max(peaks.get(line["phase"], 0.0), float(line["peak_gib"]))
     if any(phase in peaks for phase in PHASES):
         return {phase: peaks[phase] for phase in PHASES if phase in peaks}
-    worst_step = (run.facts.receipt.get("memory") or {}).get("measured") or {}
-    return _peaks_in_gib(worst_step)
+    return _peaks_in_gib((run.facts.receipt.get("memory") or {}).get("measured") or {})
 
 
 def planned_peaks(run: ReportedRun) -> dict[str, float]:

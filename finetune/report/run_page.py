@@ -69,6 +69,12 @@ def report(runs: Sequence[ReportedRun]) -> str:
     for series in memory.series:
         gib = {index: f"{value:.3f}" for index, value in series.points}
         memory_rows.append([series.name, *(gib.get(index, "") for index in range(len(memory.groups)))])
+    objectives: list[str] = []  # another beta or loss_type scales the losses
+    sections = [run.facts.recipe.preferences for run in runs]
+    if any(section != sections[0] for section in sections):
+        words = ["supervised" if section is None else objective_in_words(section) for section in sections]
+        named = "; ".join(f"{run.name}: {objective}" for run, objective in zip(runs, words, strict=True))
+        objectives.append(f"The objectives differ, so the losses do not compare. {named}.")
     values: dict[str, Any] = {
         "title": f"{len(runs)} runs",
         "lead": ", ".join(run.name for run in runs),
@@ -79,7 +85,7 @@ def report(runs: Sequence[ReportedRun]) -> str:
         "error": None,
         "missing": [
             *(f"{run.name}: {missing}" for run in runs if (missing := run.facts.missing())),
-            *_objectives_that_differ(runs),
+            *objectives,
             *(f"{run.name}: {warning}" for run in runs for warning in _warnings(run)),
         ],
         "process": "",
@@ -104,16 +110,6 @@ def report(runs: Sequence[ReportedRun]) -> str:
             values["first_chart"] = loss
             values["curves"] = values["curves"][1:]
     return render_page("report.html.jinja", **values)
-
-
-def _objectives_that_differ(runs: Sequence[ReportedRun]) -> Iterator[str]:
-    """A line that the losses of these runs are not to be compared: another beta or loss_type scales them."""
-    sections = [run.facts.recipe.preferences for run in runs]
-    if all(section == sections[0] for section in sections):
-        return
-    words = ["supervised" if section is None else objective_in_words(section) for section in sections]
-    told = "; ".join(f"{run.name}: {objective}" for run, objective in zip(runs, words, strict=True))
-    yield f"The objectives differ, so the losses do not compare. {told}."
 
 
 def _first_prompts(run: ReportedRun) -> list[Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -35,14 +37,11 @@ from finetune.strategies.pieces import Ranks, all_ranks, reshard
 from finetune.tokens.conversation import read_conversation
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.safetensors_header import add_metadata
+from finetune.wording import metric_in_words
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
-import math
-from dataclasses import asdict, dataclass
-
-from finetune.wording import metric_in_words
 
 
 def save(
@@ -375,22 +374,18 @@ def weights_to_export(recipe: Recipe, parts: Assembled, state: TrainState, ranks
     if step != state.step:  # else the model has these weights already
         folder = step_folder(Path(recipe.run_dir), step)
         with on_every_machine(folder, ranks):
-            _load(parts, folder, ranks)
+            # Rank 0, and ranks with a copy, verify the hash over every byte.
+            checkpoint = examine(folder, hashes=ranks.rank == 0 or ranks.rank in ranks.apart)
+            problem = checkpoint if isinstance(checkpoint, str) else None
+            # All ranks raise together: one that raised alone would leave the others in load_weights' collectives.
+            if problem := next(filter(None, ranks.gather(problem)), None):
+                raise FinetuneError(
+                    f"{folder}: the best evaluation's checkpoint cannot be exported: {problem}; the last step's "
+                    "weights can: start again with training.load_best_model_at_end=false"
+                )
+            assert isinstance(checkpoint, Checkpoint)
+            load_weights(parts, checkpoint)
     return Exported(step, True, metric, state.best_eval_loss)
-
-
-def _load(parts: Assembled, folder: Path, ranks: Ranks) -> None:
-    """Load a checkpoint's weights after rank 0, and ranks with a copy, have verified the hash over every byte."""
-    checkpoint = examine(folder, hashes=ranks.rank == 0 or ranks.rank in ranks.apart)
-    problem = checkpoint if isinstance(checkpoint, str) else None
-    # All ranks raise together: one that raised alone would leave the others in load_weights' collectives.
-    if problem := next(filter(None, ranks.gather(problem)), None):
-        raise FinetuneError(
-            f"{folder}: the best evaluation's checkpoint cannot be exported: {problem}; the last step's weights can: "
-            "start again with training.load_best_model_at_end=false"
-        )
-    assert isinstance(checkpoint, Checkpoint)
-    load_weights(parts, checkpoint)
 
 
 def describe_exported(exported: Exported, state: TrainState) -> str:
