@@ -109,8 +109,8 @@ def _remedy(tried: _Tried, layout: DocumentLayout) -> str:
     for packing in (True, False) if layout.packing else (False,):
         for kind in ("sdpa", "eager"):
             if computed_in_layout(tried, DocumentLayout(kind, packing)).problem is None:
-                settings = [f"model.attention: {kind}"] if kind != layout.attention else []
-                settings += ["data.packing: false"] if packing != layout.packing else []
+                settings = [f"model.attention: {kind}"] * (kind != layout.attention)
+                settings += ["data.packing: false"] * (packing != layout.packing)
                 return f"set {' and '.join(settings)}"
     return "choose another model"
 

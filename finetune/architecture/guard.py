@@ -78,8 +78,7 @@ def compare_computations(
     trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
     with torch.enable_grad(), _without_zeros(trained.values()):
         expects = _results(expected, inputs, trained)
-        eps = torch.finfo(_computed_in(inputs, parameters)).eps
-        limit = LARGEST_IN_FLOAT32 if eps < 2**-16 else LARGEST_IN_16_BITS
+        eps, limit = _precision(inputs, parameters)
         # Each number in the first input half a unit in the last place larger or smaller.
         first, generator = inputs[0], torch.Generator().manual_seed(1)
         sign = torch.randint(2, first.shape, generator=generator).to(first.device, torch.float32) * 2 - 1
@@ -104,8 +103,7 @@ def compare_outputs(fast: Call, expected: Call, inputs: Sequence[Tensor]) -> Dis
     """Compare the outputs alone of two ways to compute one thing, without gradients."""
     with torch.no_grad():
         expects, finds = (list(nested_tensors(call(*inputs))) for call in (expected, fast))
-    eps = torch.finfo(_computed_in(inputs, {})).eps
-    worst = Discrepancy("output", 0.0, LARGEST_IN_FLOAT32 if eps < 2**-16 else LARGEST_IN_16_BITS)
+    worst = Discrepancy("output", 0.0, _precision(inputs, {})[1])
     for expect, find in zip(expects, finds, strict=True):
         difference = _relative(_distance(find, expect), float(expect.float().norm()))
         if not difference <= worst.relative:
@@ -138,13 +136,15 @@ def _results(call: Call, inputs: Sequence[Tensor], trained: Mapping[str, Tensor]
     return results
 
 
-def _computed_in(inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> torch.dtype:
-    """The products' number format, as far as it can be told: the narrowest among the tensors."""
+def _precision(inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> tuple[float, float]:
+    """A unit in the last place of the products, and the difference that is allowed: in the narrowest format among the
+    tensors, as far as it can be told."""
     kind = inputs[0].device.type
     formats = [tensor.dtype for tensor in (*inputs, *parameters.values()) if tensor.is_floating_point()]
     if torch.is_autocast_enabled(kind):
         formats.append(torch.get_autocast_dtype(kind))
-    return max(formats, key=lambda dtype: torch.finfo(dtype).eps if dtype.itemsize > 1 else 0.0)
+    eps = max((torch.finfo(dtype).eps for dtype in formats if dtype.itemsize > 1), default=0.125)
+    return eps, LARGEST_IN_FLOAT32 if eps < 2**-16 else LARGEST_IN_16_BITS
 
 
 def _distance(computed: Tensor, expects: Tensor) -> float:

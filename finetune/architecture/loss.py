@@ -350,7 +350,9 @@ def _pass(
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
             if grad_hidden is not None:
-                through = slope @ cast_weight if through_rows is None else through_rows + slope @ cast_weight
+                through = slope @ cast_weight
+                if through_rows is not None:
+                    through = through_rows + through
                 grad_hidden[now] = through.to(flat.dtype)
             if head is not None:
                 head.add(slope, part)

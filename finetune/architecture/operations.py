@@ -21,16 +21,8 @@ TOKENS = sum(LENGTHS)
 SUMMED = {"mm": (0, 1), "bmm": (0, 2), "addmm": (1, 1), "baddbmm": (1, 2), "mv": (0, 1), "dot": (0, 0)}
 # These name an axis but do not mix what is along it. Experts get their tokens by gather, scatter and the like.
 UNMIXED = {
-    "unsqueeze",
-    "squeeze",
-    "transpose",
-    "permute",
-    "stack",
-    "gather",
-    "scatter",
-    "scatter_add",
-    "index_add",
-    "index_select",
+    *("unsqueeze", "squeeze", "transpose", "permute", "stack"),
+    *("gather", "scatter", "scatter_add", "index_add", "index_select"),
 }
 
 
@@ -93,7 +85,9 @@ def mixes_positions(name: str, func: Any, args: Any, kwargs: Any, result: Any) -
     if name in SUMMED:
         which, axis = SUMMED[name]
         return bool(args[which].shape[axis] == TOKENS)
-    tensor = args[0][0] if args and isinstance(args[0], list | tuple) and args[0] else args[0] if args else None
+    tensor = next(iter(args), None)
+    if isinstance(tensor, list | tuple):
+        tensor = next(iter(tensor), None)
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.ndim < 2:
         return False
     if name == "constant_pad_nd":

@@ -56,13 +56,12 @@ def _by_length(kind: str) -> bool:
 
 @torch.no_grad()
 def _forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-    given: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}
-    lengths = module.finetune_row.lengths
-    kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    given, name, kind, lengths = dict[str, Any](), "inv_freq", module.rope_type, module.finetune_row.lengths
+    if layer_type is not None:
+        given, name, kind = {"layer_type": layer_type}, f"{layer_type}_inv_freq", kind[layer_type]
     if not lengths or sum(lengths) != position_ids.shape[-1] or not _by_length(kind):
         return type(module).forward(module, x, position_ids, **given)
     rotate = inspect.unwrap(type(module).forward)  # without the decorator that looks up the length
-    name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
     librarys, parts, start = getattr(module, name), [], 0
     counting = [(_length_that_counts(module, kind, layer_type, length), length) for length in lengths]
     try:

@@ -128,8 +128,11 @@ def _windows_known(config: PreTrainedConfig, calls: Sequence[tuple[nn.Module, in
             raise Unsuitable(f"has layers of kind {unknown[0]}, which document-isolated attention does not compute")
         if "chunked_attention" in named and chunk_of(module) is None:
             raise Unsuitable("has chunks of attention that do not reach it")
-    if windowed != kinds.count("sliding_attention") if kinds else window and not windowed:
-        expected = kinds.count("sliding_attention") if kinds else len(calls)
+    expected, is_wrong = len(calls), bool(window) and not windowed
+    if kinds:
+        expected = kinds.count("sliding_attention")
+        is_wrong = windowed != expected
+    if is_wrong:
         raise Unsuitable(f"has a sliding window in {expected} of its layers, and tells {windowed} of its attentions")
     if not kinds and getattr(config, "attention_chunk_size", None):
         raise Unsuitable("has chunks of attention that do not reach it")

@@ -35,14 +35,13 @@ from finetune.model.stored_structure import stored_structure
 from finetune.model.text_part import WholeNames, names_in_whole
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.base_parts import (
-    GENERATION_SETTINGS,
     PROCESSOR_FILES,
     copy_code,
     own_config,
     untrained_in_words,
     write_settings,
 )
-from finetune.run_folder.facts import not_finished_yet
+from finetune.run_folder.facts import GENERATION, not_finished_yet
 from finetune.wording import counted
 
 SHARD_BYTES = 2 * 10**9  # in one file; a larger tensor has a file of its own
@@ -256,7 +255,7 @@ def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
     vocabulary = merge.vocabulary if merge.adapter.new_rows else None
     own = own_config(config, dtype=dtype, unties=merge.unties, vocabulary=vocabulary, rope_scaling=section.rope_scaling)
     write_settings(folder / "config.json", own)
-    for name in (GENERATION_SETTINGS, *PROCESSOR_FILES):
+    for name in (GENERATION, *PROCESSOR_FILES):
         settings = read_settings(section, name)
         if settings is not None:
             write_settings(folder / name, settings)

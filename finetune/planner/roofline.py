@@ -316,14 +316,11 @@ def roofline_lines(planned: Plan, facts: Mapping[str, Any]) -> Iterator[str]:
     if speed is not None:
         counts += f"; the host has {speed['uncompiled_launch_seconds'] * 1e6:.0f} us to launch each"
     yield f"without compiled layers: {counts}"
-    if planned.gpus is not None and speed is not None:
-        yield from _speed_lines(planned.gpus.name, layout, speed)
     if planned.stages:
         yield from _pipeline_lines(planned, facts["pipeline"])
-
-
-def _speed_lines(gpu: str, layout: Layout, speed: Mapping[str, Any]) -> Iterator[str]:
-    chip, scale = CHIPS[gpu], speed["scale"]
+    if planned.gpus is None or speed is None:
+        return
+    gpu, chip, scale = planned.gpus.name, CHIPS[planned.gpus.name], speed["scale"]
     yield (
         f"at most {speed['tokens_per_second']:,.0f} tokens/s on {speed['ranks']} x {gpu}, "
         f"{speed['step_seconds']:.2f} s a step, {speed['exposed_share']:.1%} of that communication that is not "

@@ -17,7 +17,7 @@ from finetune.recipe.schema import Recipe
 
 ELSEWHERE = ("sdpa", "eager")  # the library's own attentions, which run on every device
 ANYWHERE = (attention.NAME, *ELSEWHERE)
-LAYERS = {False: "kept", True: "recomputed"}  # in backward
+_LAYERS = {False: "kept", True: "recomputed"}  # in backward
 # A model that chooses experts may differ by this much through rounding in 16 bits: a token with two nearly equal best
 # experts goes to the other one. A document that sees another document is off by more.
 BY_CHOICE = 0.1
@@ -58,7 +58,9 @@ def judge(recipe: Recipe, small: SmallModel, device: torch.device, compute: torc
         with_library, differences = wide
     if not _right(with_library, differences):
         raise _refusal(recipe, small, with_library, differences)
-    precision = "float64" if with_library.wide else "float32" if compute is None else dtype_name(compute)
+    precision = dtype_name(compute or torch.float32)
+    if with_library.wide:
+        precision = "float64"
     return Judgement(differences, with_library.bound, precision, note)
 
 
@@ -82,9 +84,9 @@ def _refusal(
 def _both_ways(with_library: LibrarySide, recipe: Recipe, small: SmallModel) -> dict[str, Difference]:
     """The differences with layers recomputed as the recipe says, then the other way if the model can."""
     model, recomputes = with_library.built(recipe, small), bool(recipe.training.recompute_every)
-    differences = {LAYERS[recomputes]: with_library.difference_of(model, recipe)}
+    differences = {_LAYERS[recomputes]: with_library.difference_of(model, recipe)}
     if set_checkpointing(model, on=not recomputes) is not recomputes:
-        differences[LAYERS[not recomputes]] = with_library.difference_of(model, recipe)
+        differences[_LAYERS[not recomputes]] = with_library.difference_of(model, recipe)
     return differences
 
 
@@ -106,7 +108,7 @@ def _in_float64(
         with_library.narrowed()
         return None
     both = Difference(max(kept.loss, recomputing.loss), max(kept.gradients, recomputing.gradients), kept.worst)
-    return wide, {LAYERS[recomputes]: both} | ({LAYERS[False]: kept} if recomputes else {})
+    return wide, {_LAYERS[recomputes]: both} | ({_LAYERS[False]: kept} if recomputes else {})
 
 
 def _right(with_library: LibrarySide, differences: dict[str, Difference]) -> bool:
@@ -153,7 +155,7 @@ class _Trial:
     @property
     def _recomputation_differs(self) -> bool:
         """Whether layers are recomputed, and everything is right without that."""
-        kept = self.differences.get(LAYERS[False])
+        kept = self.differences.get(_LAYERS[False])
         return len(self.differences) == 2 and kept is not None and kept.largest <= self.with_library.bound
 
     def _remedy(self) -> str:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from filelock import FileLock
 
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder, read_sealed, write_sealed
+from finetune.measure.environment import installed_versions
 from finetune.model.build import attention_name
 from finetune.model.dtypes import COMPUTE
 from finetune.model.stored_structure import NOT_OF_STRUCTURE
@@ -65,12 +65,7 @@ def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: 
 @cache
 def installed() -> dict[str, str | None]:
     """The versions of all packages that compute."""
-    versions: dict[str, str | None] = {}
-    for name in (*COMPUTES, *KERNELS):
-        versions[name] = None
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
+    return installed_versions((*COMPUTES, *KERNELS))
 
 
 @cache

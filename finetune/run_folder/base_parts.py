@@ -35,6 +35,7 @@ from finetune.model.stored_structure import passed_over, stored_structure
 from finetune.model.text_part import names_in_whole
 from finetune.output_stream import silenced
 from finetune.recipe.schema import ModelSection
+from finetune.run_folder.facts import GENERATION
 from finetune.untrusted.config_sizes import read_config
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.model_folder import INDEX
@@ -42,21 +43,12 @@ from finetune.untrusted.programs import MOST_TOKENIZER
 from finetune.untrusted.safetensors_header import BITS, read_header
 from finetune.wording import counted
 
-GENERATION_SETTINGS, TOKENIZER_FILE, TOKENIZER_SETTINGS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")  # for images
 # Some readers and converters take the vocabulary from others than tokenizer.json.
 VOCABULARY_FILES = (
-    "tokenizer.json",
-    "*.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    *("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json"),
 )
 # Arguments of a load, which transformers 5 saves among a tokenizer's settings.
 LOADER_ARGUMENTS = ("is_local", "local_files_only", "name_or_path", "trust_remote_code", "token", "revision")
@@ -136,9 +128,9 @@ def write_model_settings(folder: Path, model: PreTrainedModel, section: ModelSec
     if is_part and _structure(AutoConfig.from_pretrained(folder).to_dict()) != _structure(config.to_dict()):
         # The base has no section that is this part alone.
         write_settings(file, saved | {"dtype": dtype_name(dtype)})
-    generation = folder / GENERATION_SETTINGS
-    if (base / GENERATION_SETTINGS).is_file():
-        own = read_object(base / GENERATION_SETTINGS)
+    generation = folder / GENERATION
+    if (base / GENERATION).is_file():
+        own = read_object(base / GENERATION)
         if generation.is_file() and (ends := json.loads(generation.read_text("utf-8")).get("eos_token_id")) is not None:
             own["eos_token_id"] = ends  # the training may have added its stop tokens
         write_settings(generation, without_penalties(own))

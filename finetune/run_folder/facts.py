@@ -18,12 +18,7 @@ from finetune.wording import counted
 # Exports of other steps: their folder in the run's folder, their record, and the run's records copied beside it.
 EXPORTS, EXPORT_RECORD = "exports", "export.json"
 EXPORTED_RECORDS = (
-    "recipe.yaml",
-    "receipt.json",
-    "environment.json",
-    "conversation.json",
-    "metrics.jsonl",
-    "samples.jsonl",
+    *("recipe.yaml", "receipt.json", "environment.json", "conversation.json", "metrics.jsonl", "samples.jsonl"),
 )
 
 # The last `finetune eval`'s figures, and its answers.
@@ -242,11 +237,8 @@ def is_as_written(line: Mapping[str, Any]) -> bool:
         return False
     for key, value in line.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if (
-            (key in _NUMBERS or key.endswith("_loss") or key.startswith(_NUMBERS_BEGIN))
-            and value is not None
-            and not is_number
-        ):
+        needs_number = key in _NUMBERS or key.endswith("_loss") or key.startswith(_NUMBERS_BEGIN)
+        if needs_number and value is not None and not is_number:
             return False
     seconds, step = line.get("step_seconds"), line.get("step", 0)
     if seconds is not None and not seconds > 0:  # a divisor; `not >` refuses NaN too

@@ -59,28 +59,11 @@ OWN_FILES = (STATE, *LINES, *WRITTEN_ONCE, LOCK, STATE_LOCK)
 
 # Keys that a resumed run may change: reporting, machines, and the split of a batch. None changes the loss curve.
 FREE_TO_CHANGE = (
-    "budget",
-    "accelerate_config",
-    "samples",
-    "eval",
-    "logging_steps",
-    "eval_steps",
-    "save_steps",
-    "save_total_limit",
-    "measure_phases",
-    "output_dir",
-    "report_to",
-    "run",
-    "hub",
-    "timeout_seconds",
-    "training.activation_checkpointing",
-    "training.activation_offloading",
-    "training.compile",
-    "training.deterministic",
-    "training.per_device_batch_size",
-    "training.load_best_model_at_end",
-    "training.non_blocking",
-    "training.resume",
+    *("budget", "accelerate_config", "samples", "eval", "logging_steps", "eval_steps", "save_steps"),
+    *("save_total_limit", "measure_phases", "output_dir", "report_to", "run", "hub", "timeout_seconds"),
+    *("training.activation_checkpointing", "training.activation_offloading", "training.compile"),
+    *("training.deterministic", "training.per_device_batch_size", "training.load_best_model_at_end"),
+    *("training.non_blocking", "training.resume"),
 )
 
 # The base in a run's identity: base/identity.py. Content counts, so files may lie elsewhere in a resumed run.

@@ -28,16 +28,8 @@ from finetune.run_folder.facts import STATE, read_state
 from finetune.storage.journal import Lease, Saved, attempt
 
 MIRRORED_FILES = (
-    "metrics.jsonl",
-    "samples.jsonl",
-    "reference.json",
-    "receipt.json",
-    "recipe.yaml",
-    "conversation.json",
-    "report.html",
-    "loss.png",
-    "rewards.png",
-    "memory.png",
+    *("metrics.jsonl", "samples.jsonl", "reference.json", "receipt.json", "recipe.yaml", "conversation.json"),
+    *("report.html", "loss.png", "rewards.png", "memory.png"),
 )
 LOCAL = "a path of another machine, "
 END_SECONDS = 3600.0  # the longest wait for the network after the last step

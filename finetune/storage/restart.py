@@ -99,8 +99,13 @@ def take_over(recipe: Recipe, launch: Launch, identity: RunIdentity, log: Callab
                 f"{storage.url}: holds a run, saved at step {entry.checkpoints[-1].step}, and training.resume is "
                 f"never; name another place in {recipe.storage_key}, or delete that run yourself"
             )
-        previous = _state_there(storage, entry, identity.values)
+        if STATE in entry.records:
+            with tempfile.TemporaryDirectory() as folder:
+                attempt(storage, lambda: fetch_records(storage, entry, Path(folder), [STATE]))
+                previous = read_state(Path(folder), f"of {storage.url}; name another place in run.storage")
         if previous is not None:
+            # This start's own paths where they are the same.
+            previous |= {"identity": with_own_paths(previous["identity"], identity.values)}
             remedy = f"or name another place in {recipe.storage_key}"
             identity.refuse_other(storage.url, previous, remedy)
             local = read_state(run_dir)
@@ -124,17 +129,6 @@ def take_over(recipe: Recipe, launch: Launch, identity: RunIdentity, log: Callab
             raise explain(storage, error)[0] from error
         raise
     return Mirror(recipe, lease)
-
-
-def _state_there(storage: Storage, entry: Entry, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The run_state.json on the storage, with this start's own paths where they are the same."""
-    if STATE not in entry.records:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        attempt(storage, lambda: fetch_records(storage, entry, Path(folder), [STATE]))
-        state = read_state(Path(folder), f"of {storage.url}; name another place in run.storage")
-    assert state is not None
-    return state | {"identity": with_own_paths(state["identity"], identity)}
 
 
 def _bring(
