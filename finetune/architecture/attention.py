@@ -317,7 +317,7 @@ def _capped(query: Tensor, key: Tensor, value: Tensor, request: Attended, groupe
     blocks = []
     for start in range(0, tokens, step):
         end = min(start + step, tokens)
-        first = 0 if request.window is None else max(0, start - request.window + 1)
+        first = max(0, start + 1 - (request.window or tokens))
         part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
         blocks.append(
             checkpoint(_capped_block, *part, start - first, request, use_reentrant=False, preserve_rng_state=False)

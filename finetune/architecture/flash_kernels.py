@@ -170,8 +170,10 @@ def _difference(
         return torch.randn(sizes, generator=generator).to(device, dtype).requires_grad_()
 
     query, *others = (drawn(1, count, TRIAL_ENDS[-1], WIDTH) for count in (HEADS, KEY_HEADS, KEY_HEADS))
-    given = dict(zip(("key", "value"), others, strict=True)) | ({"sinks": drawn(HEADS)} if extras else {})
-    starts, window = torch.tensor(TRIAL_ENDS, dtype=torch.int32, device=device), TRIAL_WINDOW if extras else None
+    given, window = dict(zip(("key", "value"), others, strict=True)), None
+    if extras:
+        given["sinks"], window = drawn(HEADS), TRIAL_WINDOW
+    starts = torch.tensor(TRIAL_ENDS, dtype=torch.int32, device=device)
 
     def attend(first: Callable[[], Any], query: Tensor) -> Tensor:
         first()  # backward runs before the other call

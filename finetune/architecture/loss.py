@@ -178,8 +178,9 @@ def put_loss_into_forward(
         if shift_labels is None:
             return library_forward(*args, **kwargs)
         arguments = {key: value for key, value in kwargs.items() if value is not None}
-        balances = router if model.training and answer_lengths is None else None
-        options = {} if balances is None else {"output_router_logits": True}
+        balances, options = None, {}
+        if router is not None and model.training and answer_lengths is None:
+            balances, options = router, {"output_router_logits": True}
         decoded = decoder_of(model)(*args, use_cache=False, **arguments, **options)
         hidden = decoded.last_hidden_state  # [batch, tokens, hidden]
         loss = model.get_output_embeddings()(hidden, shift_labels, supervised, transform, answer_lengths)

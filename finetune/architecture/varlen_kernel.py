@@ -81,8 +81,9 @@ def attend_on_cuda(
     q, k, v = (widened(x, width) for x in (q, k, v))
     # (window - 1, 0): window - 1 tokens to the left of each, none to the right; (-1, 0) is plain causal.
     # A compiled layer compares nothing with a number that differs from row to row: each outcome would be a graph.
-    wide = window is None or (not torch.compiler.is_compiling() and window >= longest)
-    tokens_before = -1 if window is None or wide else window - 1
+    tokens_before = -1
+    if window is not None and (torch.compiler.is_compiling() or window < longest):
+        tokens_before = window - 1
     options: dict[str, Any] = {"scale": scale}
     if "window_size" in parameters:
         options["window_size"] = (tokens_before, 0)

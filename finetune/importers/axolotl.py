@@ -304,8 +304,7 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
         foreign.carry("data.packing", "sample_packing", default=False)
     elif foreign.get("sample_packing") is not None:
         foreign.leave("sample_packing", "same", "a step's answers are packed, and do not see each other")
-    excess = foreign.get("excess_length_strategy")
-    origin = "excess_length_strategy" if excess else "axolotl's default"
+    excess, origin = foreign.get("excess_length_strategy"), foreign.origin("excess_length_strategy")
     truncation = _TRUNCATION.get(str(excess or "drop").lower(), "error")
     formats = {entry.get("format") for entry in entries}
     if key == "pretraining_dataset":

@@ -104,7 +104,7 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
     elif loss == "simpo":
         carry_simpo(foreign)
     elif loss in ("sigmoid", "ipo"):
-        foreign.write("dpo.loss_type", loss, "pref_loss" if foreign.peek("pref_loss") else "LLaMA-Factory's default")
+        foreign.write("dpo.loss_type", loss, foreign.origin("pref_loss"))
         if foreign.get("dpo_label_smoothing"):
             foreign.leave("dpo_label_smoothing", "differs", "sigmoid has none here; dpo.loss_type: robust has another")
     else:

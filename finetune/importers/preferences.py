@@ -43,7 +43,7 @@ def carry_trl_losses(foreign: ForeignConfig, losses: str, weights: str, smoothin
     elif name == "robust":
         foreign.write("dpo.loss_type", "sigmoid", f"{losses}: robust without {smoothing} is sigmoid")
     if name != "robust" or level:
-        foreign.write("dpo.loss_type", name, losses if foreign.peek(losses) else f"{foreign.tool}'s default")
+        foreign.write("dpo.loss_type", name, foreign.origin(losses))
     if share != 1:
         reason = f"the weight of {name} is 1 here, and others count beside it; clipping alone sees the difference"
         foreign.leave(weights, "differs", reason)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ALMOST_FULL = 0.95  # rows that hold this share of their tokens count as full: estimates have three figures
 Output = tuple[dict[str, Any], str]
-Note = Callable[[str], None]  # receives progress lines of steps that take seconds
+Say = Callable[[str], None]  # receives progress lines of steps that take seconds
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PlanOptions:
         return gpus_of(recipe.budget)
 
 
-def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None, note: Note) -> Output:
+def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None, say: Say) -> Output:
     """`finetune plan WORDS`: JSON, in which `ok` says whether the recipe fits, and text. Raises FinetuneError.
 
     Words with `=` are overrides, the others recipe files. Several recipes are compared. Without a recipe, LoRA on
@@ -67,16 +67,16 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
     pages = [Path(word) for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if options.price is not None and (len(pages) > 1 or options.largest):
-        note("--price: a cost is shown for one recipe alone, without --largest")
+        say("--price: a cost is shown for one recipe alone, without --largest")
     if len(pages) > 1 and model is None:
-        return _compare(pages, overrides, options, note)
+        return _compare(pages, overrides, options, say)
     recipe, gpus, formats = _asked(pages, overrides, options, model)
     format_facts: dict[str, Any] = {}
     format_lines: list[str] = []
     if formats is not None and formats.line:
         format_facts, format_lines = {"formats": formats.facts}, [formats.line]
     if options.largest is not None:
-        result, line = _largest(recipe, gpus, options.largest, note)
+        result, line = _largest(recipe, gpus, options.largest, say)
         return result | format_facts, "\n".join([line, *format_lines])
     chosen = choose_recomputation(recipe, gpus)
     recipe = chosen.recipe
@@ -90,7 +90,7 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
         sizes = f"{estimate(recipe, config, gpus).needed / GIB:.1f} of {gpus.memory / GIB:.1f} GiB"
         raise EnvironmentMismatch(f"{error}; the closed form, which needs no package, says {sizes}") from None
     wait = "; under ZeRO this takes a minute or two" if cached_strategy(recipe.accelerate_config).uses_engine else ""
-    note(f"tracing {candidates.variant_in_words(recipe)}; and probing the model{wait}")
+    say(f"tracing {candidates.variant_in_words(recipe)}; and probing the model{wait}")
     with planner.quick_imports():  # before the child is forked
         from finetune.probe.probe import probe
     probing = partial(_answer_or_refusal, partial(probe, recipe, offline=True))
@@ -113,8 +113,8 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
             text += [f"assumed: {'; '.join(planned.notes)}"]
         if gpus is not None and not planned.fits:
             sizes = f"{planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}"
-            note(f"  {sizes}, does not fit; looking for changes that make it fit")
-            fitting = remedies.remedies(recipe, config, gpus, _noted(note))
+            say(f"  {sizes}, does not fit; looking for changes that make it fit")
+            fitting = remedies.remedies(recipe, config, gpus, _noted(say))
             result["changes"] = [variant.as_json() for variant in fitting]
             result["advice"] = [*remedies.fitting_lines(fitting)]
             text += ["", *result["advice"]]
@@ -245,24 +245,24 @@ def run_in_words(run: dict[str, Any], plan: dict[str, Any], gpus: Gpus | None) -
     return "the run: " + "; ".join([*parts, *missing])
 
 
-def _noted(note: Note, *, memory_alone: bool = False) -> remedies.PlanFunction:
+def _noted(say: Say, *, memory_alone: bool = False) -> remedies.PlanFunction:
     """The plan, with a note at its beginning and its verdict."""
 
     def plan(recipe: Recipe, gpus: Gpus) -> Plan:
-        note(f"tracing {candidates.variant_in_words(recipe)}")
+        say(f"tracing {candidates.variant_in_words(recipe)}")
         planned = planner.plan(recipe, gpus, memory_alone=memory_alone)
         verdict = "" if planned.fits else ", does not fit"
-        note(f"  {planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}{verdict}")
+        say(f"  {planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}{verdict}")
         return planned
 
     return plan
 
 
-def _largest(recipe: Recipe, gpus: Gpus | None, name: str, note: Note) -> Output:
+def _largest(recipe: Recipe, gpus: Gpus | None, name: str, say: Say) -> Output:
     if recipe.training.activation_checkpointing == "auto":  # it recomputes all layers at the largest size
         recipe = changed(recipe, {"training.activation_checkpointing": True})
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
-    facts = remedies.largest(recipe, config, gpus, name, _noted(note, memory_alone=True))
+    facts = remedies.largest(recipe, config, gpus, name, _noted(say, memory_alone=True))
     assert gpus is not None
     words = f"{facts['change']}  needs {facts['needed_bytes'] / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
     if facts["does_not_fit"] is None:
@@ -280,9 +280,9 @@ def _largest(recipe: Recipe, gpus: Gpus | None, name: str, note: Note) -> Output
     return {"ok": True, "gpu_bytes": gpus.memory, **facts}, words
 
 
-def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOptions, note: Note) -> Output:
+def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOptions, say: Say) -> Output:
     """Each recipe on the named GPUs, or on its own; by the closed form if its verdict is clear, else by trace."""
-    rows = [_compare_one(path, overrides, options, note) for path in recipes]
+    rows = [_compare_one(path, overrides, options, say) for path in recipes]
     width = max(len(row["recipe"]) for row in rows)
     lines = [f"{'recipe':<{width}}  {'GiB':>7}  {'of':>7}  {'fits':<5} planned by"]
     for row in rows:
@@ -295,7 +295,7 @@ def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOpt
     return {"ok": True, "recipes": rows}, "\n".join(lines)
 
 
-def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, note: Note) -> dict[str, Any]:
+def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, say: Say) -> dict[str, Any]:
     """A row for one recipe; `needed_bytes` is None if the planner refuses it."""
     loaded = load_recipe(path, overrides)
     gpus = options.gpus_for(loaded.recipe)
@@ -307,7 +307,7 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, not
         needed = estimate(recipe, config, gpus).needed
         if abs(needed / gpus.memory - 1) > remedies.NEAR_LIMIT:
             return row | {"needed_bytes": needed, "fits": needed <= gpus.memory, "planned_by": "closed form"}
-    note(f"{path.stem}: tracing {candidates.variant_in_words(recipe)}")
+    say(f"{path.stem}: tracing {candidates.variant_in_words(recipe)}")
     try:
         planned = planner.plan(recipe, gpus)
     except FinetuneError as error:
@@ -315,9 +315,7 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, not
     return row | {"needed_bytes": planned.needed, "fits": planned.fits, "planned_by": "trace"}
 
 
-def pick_in_words(
-    words: Sequence[str], model: str | None, options: PlanOptions, file: Path | None, note: Note
-) -> Output:
+def pick_in_words(words: Sequence[str], model: str | None, options: PlanOptions, file: Path | None, say: Say) -> Output:
     """`finetune plan --pick` as JSON and as text, written to `file` if one is named. Raises FinetuneError.
 
     Args:
@@ -337,16 +335,16 @@ def pick_in_words(
         start = loaded.path.read_text("utf-8-sig")
         search = candidates.for_recipe(loaded.recipe)
         if re.search(r"^[^#\n]+#", start, re.MULTILINE):
-            note("--pick: the recipe's header stays, its comments beside keys do not")
+            say("--pick: the recipe's header stays, its comments beside keys do not")
     else:
         search = candidates.for_model(str(model))
     if options.price is not None:
-        note("--price: give it to `finetune plan` with the picked recipe, which shows the cost")
-    recipe, planned = pick_recipe(search, gpus, note, written=options.gpus)
+        say("--price: give it to `finetune plan` with the picked recipe, which shows the cost")
+    recipe, planned = pick_recipe(search, gpus, say, written=options.gpus)
     by_auto = changed(recipe, {"training.per_device_batch_size": "auto"})
     resolved = choose_recomputation(by_auto, gpus).recipe
     if resolved.training.rows_at_once > recipe.training.rows_at_once:
-        note(f"tracing {candidates.variant_in_words(resolved)}")
+        say(f"tracing {candidates.variant_in_words(resolved)}")
         more = planner.plan(resolved, gpus)
         if more.fits:
             recipe, planned = resolved, more
@@ -359,12 +357,12 @@ def pick_in_words(
     return result | {"file": None if file is None else str(file)}, text.rstrip()
 
 
-def pick_recipe(search: candidates.Search, gpus: Gpus, note: Note, *, written: str = "") -> tuple[Recipe, Plan]:
+def pick_recipe(search: candidates.Search, gpus: Gpus, say: Say, *, written: str = "") -> tuple[Recipe, Plan]:
     """The best recipe on these GPUs, planned by trace, and its plan.
 
     Args:
         search: The model, and what else is kept.
-        note: Receives a line for each variant that is planned. A plan takes seconds to minutes.
+        say: Receives a line for each variant that is planned. A plan takes seconds to minutes.
         written: The GPUs as the user wrote them, for messages.
 
     Raises DoesNotFit if no variant fits.
@@ -383,13 +381,13 @@ def pick_recipe(search: candidates.Search, gpus: Gpus, note: Note, *, written: s
             needed, does_fit = error.needed, False
         except FinetuneError as error:  # the trainer would refuse it
             refusal = error
-            note(f"{words}: refused")
+            say(f"{words}: refused")
             return False
         else:
             needed, does_fit = planned.needed, planned.fits
             plans[recipe.model_dump_json()] = planned
         needs.append(needed)
-        note(f"{words}: {needed / GIB:.1f} GiB{'' if does_fit else ', does not fit'}")
+        say(f"{words}: {needed / GIB:.1f} GiB{'' if does_fit else ', does not fit'}")
         return does_fit
 
     recipe = None

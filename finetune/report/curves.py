@@ -183,8 +183,10 @@ def score_chart(runs: Sequence[ReportedRun]) -> Chart:
         keys = dict.fromkeys(key for line in lines for key in line if key.startswith("score_"))
         for place, key in enumerate(keys):
             metric = key.removeprefix("score_")
-            name = metric if len(runs) == 1 else f"{run.name}, {metric}"
-            series.append(Series(name, _points(lines, key), True, place if len(runs) == 1 else index))
+            name, colour = f"{run.name}, {metric}", index
+            if len(runs) == 1:
+                name, colour = metric, place
+            series.append(Series(name, _points(lines, key), True, colour))
     return Chart("Score of answers to held-out rows", series)
 
 

@@ -150,7 +150,7 @@ def _values_of_single(run: ReportedRun) -> dict[str, Any]:
         "title": f"Run {run.name}",
         "lead": lead,
         "error": facts.state.get("error"),
-        "missing": [*([missing] if missing else []), *_warnings(run)],
+        "missing": [*filter(None, [missing]), *_warnings(run)],
         "process": process,
         "answers": [("", prompts)] if prompts else [],
         "receipt": dict(sorted(groups.items(), key=lambda pair: pair[0] != "the run")),
@@ -267,26 +267,26 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def write_page(run_dir: Path, log: Callable[[str], None]) -> None:
+def write_page(run_dir: Path, say: Callable[[str], None]) -> None:
     """Write report.html for a run that is still training. A thousand steps take 0.3 to 0.5 s, mostly to draw."""
-    with _failure_logged(log):
+    with _failure_logged(say):
         write_report(read_runs([run_dir]), run_dir / PAGE_NAME)
 
 
-def write_pages(run_dir: Path, log: Callable[[str], None]) -> None:
+def write_pages(run_dir: Path, say: Callable[[str], None]) -> None:
     """Write report.html and its pictures for a run that has ended."""
-    with _failure_logged(log):
+    with _failure_logged(say):
         runs = read_runs([run_dir])
         if missing := runs[0].facts.missing():
-            log(f"{run_dir}: {missing}; the report shows where")
+            say(f"{run_dir}: {missing}; the report shows where")
         write_report(runs, run_dir / PAGE_NAME)
         write_pictures(runs, run_dir)
-        log(f"report: {run_dir / PAGE_NAME}")
+        say(f"report: {run_dir / PAGE_NAME}")
 
 
 @contextmanager
-def _failure_logged(log: Callable[[str], None]) -> Iterator[None]:
+def _failure_logged(say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a page that cannot be drawn must not end hours of training
-        log(f"the report was not written: {type(error).__name__}: {error}")
+        say(f"the report was not written: {type(error).__name__}: {error}")

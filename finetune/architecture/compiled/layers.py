@@ -67,7 +67,7 @@ class CompiledLayers:
     """A model's compiled layers, and the result of compiling them."""
 
     required: bool  # True: a layer that does not compile, or computes otherwise, is an error. False: all run uncompiled
-    log: Callable[[str], None]  # a line for the user
+    say: Callable[[str], None]  # a line for the user
     backend: Any = "inductor"
     seconds: dict[tuple[str, bool], float] = field(default_factory=dict)  # by kind: its first forward and backward
     stopped: str | None = None  # why compilation stopped; None while it is on
@@ -168,7 +168,7 @@ class CompiledLayers:
     def stop(self, reason: str) -> None:
         """Run all layers as they are written from here on, and say so."""
         self.stopped = reason
-        self.log(f"training.compile: layers run without it from here on: {reason}")
+        self.say(f"training.compile: layers run without it from here on: {reason}")
 
     def agree(self, total: Callable[[Tensor], Any], device: torch.device) -> None:
         """If one rank has stopped, stop on all. Every rank calls it. `total` sums a tensor over the ranks.
@@ -409,14 +409,14 @@ FLOAT32 = "in float32, where compiled attention is computed twice; training.comp
 
 
 def compile_as_asked(
-    recipe: Recipe, strategy: Strategy, model: PreTrainedModel, device: torch.device, log: Callable[[str], None]
+    recipe: Recipe, strategy: Strategy, model: PreTrainedModel, device: torch.device, say: Callable[[str], None]
 ) -> CompiledLayers:
     """Have the layers of an assembled model compiled, where the recipe asks for it and it can be.
 
     Raises EnvironmentMismatch where `training.compile: true` cannot be.
     """
     setting = recipe.training.compile
-    compiled = CompiledLayers(required=setting is True, log=log)
+    compiled = CompiledLayers(required=setting is True, say=say)
     if setting is False:
         compiled.stopped = SWITCHED_OFF
     elif setting == "auto" and device.type != "cuda":
