@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ALMOST_FULL = 0.95  # rows that hold this share of their tokens count as full: estimates have three figures
 Output = tuple[dict[str, Any], str]
-Say = Callable[[str], None]  # receives progress lines of steps that take seconds
+_Say = Callable[[str], None]  # receives progress lines of steps that take seconds
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PlanOptions:
         return gpus_of(recipe.budget)
 
 
-def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None, say: Say) -> Output:
+def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None, say: _Say) -> Output:
     """`finetune plan WORDS`: JSON, in which `ok` says whether the recipe fits, and text. Raises FinetuneError.
 
     Words with `=` are overrides, the others recipe files. Several recipes are compared. Without a recipe, LoRA on
@@ -245,7 +245,7 @@ def run_in_words(run: dict[str, Any], plan: dict[str, Any], gpus: Gpus | None) -
     return "the run: " + "; ".join([*parts, *missing])
 
 
-def _noted(say: Say, *, memory_alone: bool = False) -> remedies.PlanFunction:
+def _noted(say: _Say, *, memory_alone: bool = False) -> remedies.PlanFunction:
     """The plan, with a note at its beginning and its verdict."""
 
     def plan(recipe: Recipe, gpus: Gpus) -> Plan:
@@ -258,7 +258,7 @@ def _noted(say: Say, *, memory_alone: bool = False) -> remedies.PlanFunction:
     return plan
 
 
-def _largest(recipe: Recipe, gpus: Gpus | None, name: str, say: Say) -> Output:
+def _largest(recipe: Recipe, gpus: Gpus | None, name: str, say: _Say) -> Output:
     if recipe.training.activation_checkpointing == "auto":  # it recomputes all layers at the largest size
         recipe = changed(recipe, {"training.activation_checkpointing": True})
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
@@ -280,7 +280,7 @@ def _largest(recipe: Recipe, gpus: Gpus | None, name: str, say: Say) -> Output:
     return {"ok": True, "gpu_bytes": gpus.memory, **facts}, words
 
 
-def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOptions, say: Say) -> Output:
+def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOptions, say: _Say) -> Output:
     """Each recipe on the named GPUs, or on its own; by the closed form if its verdict is clear, else by trace."""
     rows = [_compare_one(path, overrides, options, say) for path in recipes]
     width = max(len(row["recipe"]) for row in rows)
@@ -295,7 +295,7 @@ def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOpt
     return {"ok": True, "recipes": rows}, "\n".join(lines)
 
 
-def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, say: Say) -> dict[str, Any]:
+def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, say: _Say) -> dict[str, Any]:
     """A row for one recipe; `needed_bytes` is None if the planner refuses it."""
     loaded = load_recipe(path, overrides)
     gpus = options.gpus_for(loaded.recipe)
@@ -315,7 +315,9 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, say
     return row | {"needed_bytes": planned.needed, "fits": planned.fits, "planned_by": "trace"}
 
 
-def pick_in_words(words: Sequence[str], model: str | None, options: PlanOptions, file: Path | None, say: Say) -> Output:
+def pick_in_words(
+    words: Sequence[str], model: str | None, options: PlanOptions, file: Path | None, say: _Say
+) -> Output:
     """`finetune plan --pick` as JSON and as text, written to `file` if one is named. Raises FinetuneError.
 
     Args:
@@ -357,7 +359,7 @@ def pick_in_words(words: Sequence[str], model: str | None, options: PlanOptions,
     return result | {"file": None if file is None else str(file)}, text.rstrip()
 
 
-def pick_recipe(search: candidates.Search, gpus: Gpus, say: Say, *, written: str = "") -> tuple[Recipe, Plan]:
+def pick_recipe(search: candidates.Search, gpus: Gpus, say: _Say, *, written: str = "") -> tuple[Recipe, Plan]:
     """The best recipe on these GPUs, planned by trace, and its plan.
 
     Args:
