@@ -81,11 +81,11 @@ def compare_computations(
         eps, limit = _precision(inputs, parameters)
         # Each number in the first input half a unit in the last place larger or smaller.
         first, generator = inputs[0], torch.Generator().manual_seed(1)
-        sign = torch.randint(2, first.shape, generator=generator).to(first.device, torch.float32) * 2 - 1
-        moved = (first.detach().float() * (1 + eps / 2 * sign)).to(first.dtype).requires_grad_(first.requires_grad)
+        moved = torch.randint(2, first.shape, generator=generator).to(first.device, torch.float32) * 2 - 1
+        moved = (first.detach().float() * (1 + eps / 2 * moved)).to(first.dtype).requires_grad_(first.requires_grad)
         rounded = _results(expected, [moved, *inputs[1:]], trained)
         rounding = {name: _distance(rounded[name], tensor) for name, tensor in expects.items()}
-        del rounded
+        del rounded, moved  # before the fast call holds its own outputs and gradients
         finds = _results(fast, inputs, trained)
     worst = Discrepancy("output", 0.0, limit)
     for name, tensor in expects.items():

@@ -69,15 +69,18 @@ def checksums(tensors: Mapping[str, Tensor | Piece], ranks: Ranks) -> dict[str, 
         piece = piece_to_write(value, ranks.rank)
         if piece is not None:
             bits = piece.tensor.detach().contiguous().view(integers[piece.tensor.element_size()])
-            flat, sums[name] = bits.reshape(-1), 0
-            for first in range(0, flat.numel(), CHUNK):  # int64 arithmetic wraps around: modulo 2^64
-                chunk = flat[first : first + CHUNK]
-                position = torch.arange(1, 1 + chunk.numel(), device=chunk.device) + (piece.start + first)
-                mixed = position * GOLDEN
-                mixed = (mixed ^ (mixed >> 29)) * MIXED | 1
-                sums[name] += int((chunk.to(torch.int64) * mixed).sum())
+            flat, firsts = bits.reshape(-1), range(0, bits.numel(), CHUNK)
+            sums[name] = sum(int(_weighed(flat[first : first + CHUNK], piece.start + first)) for first in firsts)
     total: dict[str, int] = {}
     for partial in ranks.gather(sums):
         for name, number in partial.items():
             total[name] = (total.get(name, 0) + number) % 2**64
     return {name: f"{number:016x}" for name, number in total.items()}
+
+
+def _weighed(bits: Tensor, first: int) -> Tensor:
+    """Sum of the integers times their positions' odd numbers, modulo 2^64: int64 arithmetic wraps around."""
+    position = torch.arange(first + 1, first + 1 + bits.numel(), device=bits.device)
+    mixed = position * GOLDEN
+    mixed = (mixed ^ (mixed >> 29)) * MIXED | 1
+    return (bits.to(torch.int64) * mixed).sum()
