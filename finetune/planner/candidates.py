@@ -265,8 +265,8 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0, start: str
         return "\n".join([*lines, *_yaml_lines(kept)]) + "\n"
     template = []
     if recipe.data.chat_template is not None:
-        template.append("  # a base model, by its name; leave it out if the tokenizer has a chat template")
-        template.append(f"  chat_template: {json.dumps(recipe.data.chat_template)}")
+        template = ["  # a base model, by its name; leave it out if the tokenizer has a chat template"]
+        template += [f"  chat_template: {json.dumps(recipe.data.chat_template)}"]
     lines += [
         "data:",
         "  train:",
