@@ -171,7 +171,9 @@ class _Wandb:
     def __init__(self, run: _TrackedRun) -> None:
         import wandb
 
-        offline = {} if os.environ.get("WANDB_MODE") or _has_wandb_key() else {"mode": "offline"}
+        offline = {}
+        if not (os.environ.get("WANDB_MODE") or _has_wandb_key()):
+            offline = {"mode": "offline"}
         self.accelerate: Any = WandBTracker(
             os.environ.get("WANDB_PROJECT", PROJECT),
             name=run.name,

@@ -53,9 +53,9 @@ from finetune.run_folder.checkpoint import read_state_of
 from finetune.run_folder.facts import MOST_RECORD_BYTES, read_state
 from finetune.run_folder.folder import (
     BASE,
-    Asked,
     Claim,
     RunIdentity,
+    RunLength,
     claim_run_folder,
     curve_identity,
     keys_at_default,
@@ -316,7 +316,7 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
             resume=recipe.training.resume,
             identity=identity,
             command=choices.checked.command,
-            asked=Asked(recipe.training, len(prepared.train)),
+            length=RunLength(recipe.training, len(prepared.train)),
         )
     except BaseException:
         if mirror is not None:
