@@ -219,17 +219,7 @@ class Schedule:
         assert isinstance(scheduler, LambdaLR)
         factor: Callable[[int], float] = scheduler.lr_lambdas[0]
         self._factor = factor
-        self._refuse_idle_ends(training, total_steps)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of step `step`, counted from 0."""
-        if step >= self._warmup:
-            return self._highest * float(self._factor(step))
-        # The shape is at its top at (warmup / warmup); what it makes of step `warmup` belongs to the decay.
-        return self._highest * (1.0 if step + 1 == self._warmup else float(self._factor(step + 1)))
-
-    def _refuse_idle_ends(self, training: Training, total_steps: int) -> None:
-        """Raises RecipeError where the first or the last steps have rate 0: they would cost time and train nothing."""
+        # With rate 0, the first or the last steps would cost time and train nothing.
         moving = next((step for step in range(total_steps) if self.rate(step) > 0), None)
         if moving == 0 and self.rate(total_steps - 1) > 0:
             return
@@ -242,3 +232,10 @@ class Schedule:
             problem = f"the rate of steps {first:,} to {until:,} of {total_steps:,} is 0"
         remedy = "correct training.lr_scheduler_kwargs or training.learning_rate, or train for another number of steps"
         raise RecipeError([f"training.lr_scheduler_type: {training.lr_scheduler_type}: {problem}; {remedy}"])
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step `step`, counted from 0."""
+        if step >= self._warmup:
+            return self._highest * float(self._factor(step))
+        # The shape is at its top at (warmup / warmup); what it makes of step `warmup` belongs to the decay.
+        return self._highest * (1.0 if step + 1 == self._warmup else float(self._factor(step + 1)))

@@ -22,16 +22,7 @@ from finetune.recipe.resolved import LoadedRecipe, leaves
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.recipe.strategy_fit import unfit
-from finetune.recipe.yaml_text import (
-    MAX_BYTES,
-    Parsed,
-    Path,
-    Place,
-    dotted,
-    excerpt,
-    parse,
-    shown,
-)
+from finetune.recipe.yaml_text import MAX_BYTES, Parsed, Path, Place, dotted, excerpt, parse, shown
 from finetune.redaction import cover_secrets, hide_secrets, known_secrets
 from finetune.wording import as_word
 
