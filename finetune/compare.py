@@ -32,7 +32,6 @@ from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
 from finetune.files import read_lines, remove_folder, write_json
 from finetune.launch.watched_job import failure_reason
 from finetune.launch.with_parent import with_parent
-from finetune.measure.units import PHASES
 from finetune.output_stream import rich_console
 from finetune.recipe.loader import COMMAND_LINE, load_recipe, recipe_from_resolved
 from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION
@@ -42,6 +41,7 @@ from finetune.recipe.strategy import strategy_of
 from finetune.report.pictures import Chart, Series, save_png
 from finetune.run_folder.facts import read_state
 from finetune.untrusted.json_files import read_object
+from finetune.wording import PHASES
 
 MOST_ROWS = 200  # each is a training of its own
 EVALUATIONS = 6  # of each row

@@ -25,7 +25,6 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import cache_folder
 from finetune.hub.client import check_permission, classify_error
 from finetune.measure.host_memory import usable_cores
-from finetune.measure.units import GIB
 from finetune.model.known_configs import GATED
 from finetune.paths import PACKAGE, TRAIN_SCRIPT
 from finetune.recipe.optimizers import checkpoint_bytes
@@ -33,7 +32,7 @@ from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import yaml_value
 from finetune.redaction import redact, variables
-from finetune.wording import counted, install_command
+from finetune.wording import GIB, counted, install_command
 
 FindingState = Literal["ok", "look", "bad"]
 # Package -> what is imported, what it is for, and the extra that installs it.

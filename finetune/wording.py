@@ -1,9 +1,12 @@
-"""Counts in messages: 1 row, 2 rows, 12,345 rows. And settings that are one word in a recipe and several in a line."""
+"""Units, phases and counts in messages: 1 row, 2 rows, 12,345 rows. And settings that are one word in a recipe and several in a line."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+
+GIB = 2**30  # bytes
+PHASES = ("load", "forward", "backward", "step", "save")  # of a training, in their order
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:

@@ -24,10 +24,10 @@ from finetune.cli.main import main
 from finetune.doctor import Finding, as_text, count_weights, examine_machine, free_bytes, need_of, scope
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.launcher import read_launch
-from finetune.measure.units import GIB
 from finetune.recipe.loader import load_recipe
 from finetune.redaction import redact, variables
 from finetune.strategies.machine import OLDER_WHEELS
+from finetune.wording import GIB
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN, WRITER
 from tests.support.runs.launching import check_launch

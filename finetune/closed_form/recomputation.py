@@ -23,14 +23,13 @@ from typing import Any
 from finetune.closed_form.estimate import estimate, unsupported
 from finetune.closed_form.rank import cached_strategy
 from finetune.measure.host_memory import available_bytes
-from finetune.measure.units import GIB
 from finetune.model.known_configs import config_if_known
 from finetune.recipe.gpus import Gpus, gpus_of
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import RECOMPUTATIONS, RECOMPUTATIONS_IF_COMPILED, Recomputation
 from finetune.recipe.strategy import Strategy
-from finetune.wording import counted, recomputation_in_words
+from finetune.wording import GIB, counted, recomputation_in_words
 
 ON_HOST = 2  # a tensor's bytes on a CPU, as a multiple of its bytes on a GPU, at most
 

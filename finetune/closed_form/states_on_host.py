@@ -7,9 +7,8 @@ from typing import Any
 
 from finetune.errors import DoesNotFit
 from finetune.measure.host_memory import available_bytes, pinned_bytes
-from finetune.measure.units import GIB
 from finetune.recipe.schema import Recipe
-from finetune.wording import counted
+from finetune.wording import GIB, counted
 
 
 def host_state_bytes(recipe: Recipe, config: Mapping[str, Any], *, pinned: bool = True) -> int:

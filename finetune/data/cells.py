@@ -242,3 +242,20 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in row.items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     return flat
+
+
+def without_filled_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove the nulls inside a table row's columns.
+
+    In a table all objects in one column share their keys, and missing ones are null. Without this, a call to one tool
+    would show the model every other tool's arguments. Intended nulls are lost too; JSON Lines keeps them.
+    """
+
+    def without_nulls(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        if isinstance(value, list):
+            return [without_nulls(item) for item in value]
+        return value
+
+    return {key: without_nulls(value) for key, value in values.items()}

@@ -1,7 +1,7 @@
 """Finds the files or the Hub data set of a recipe's data entry, its split, its rows and its content address.
 
-readers.py reads local files; `datasets` reads data sets on the Hub. The Hub finds a file's split by the file's name,
-and so does this module.
+readers.py and tables.py read local files; `datasets` reads data sets on the Hub. The Hub finds a file's split by the
+file's name, and so does this module.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shlex
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +20,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.data.cells import BadRow, nearest
+from finetune.data.cells import BadRow, nearest, without_filled_nulls
 from finetune.data.layout import layout_of
-from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
+from finetune.data.readers import MOST_REPETITIONS, SourceRow, read_json, read_text, repetitions
 from finetune.data.readings import readings
-from finetune.errors import DataError
+from finetune.errors import BadFile, DataError, UnclearFile
 from finetune.library_errors import library_errors, words_of
 from finetune.output_stream import has_controls, one_line, printable
 from finetune.paths import open_regular
@@ -48,6 +49,67 @@ _SPLIT_WORDS = {
     "validation": {"validation", "valid", "dev", "val"},
     "test": {"test", "testing", "eval", "evaluation"},
 }
+
+
+def read_rows(
+    file: Path,
+    kind: str,
+    delimiter: str | None = None,
+    encoding: str | None = None,
+    sheet: str | None = None,
+    notes: Counter[str] | None = None,
+) -> Iterator[SourceRow]:
+    """Yield a file's rows; `kind` is json, csv, parquet, arrow, excel or text. An unreadable file is one bad row.
+
+    Raises UnclearFile if two sheets are plausible.
+
+    Args:
+        delimiter: For CSV. None: found from the first lines.
+        encoding: For CSV and text. None: UTF-8, or what a byte order mark says.
+        sheet: For Excel. None: the first sheet with a table.
+        notes: Gets notes for the file's owner, each with its count: cells read as empty, titles skipped, sheets not
+            read. 0: a note without a count.
+    """
+    count = 0
+    notes = Counter() if notes is None else notes
+    try:
+        match kind:
+            case "csv":
+                from finetune.data.tables import read_csv
+
+                rows = read_csv(file, delimiter, encoding, notes)
+            case "text":
+                rows = read_text(file, encoding)
+            case "excel":
+                from finetune.data.tables import read_excel
+
+                rows = read_excel(file, sheet, notes)
+            case "parquet" | "arrow":
+                from finetune.data.tables import read_arrow
+
+                rows = read_arrow(file, kind)
+            case _:
+                rows = read_json(file)
+        for row in rows:
+            count += 1
+            if count == MOST_REPETITIONS and file.stat().st_size < count:
+                yield SourceRow(str(file), count, None, repetitions(count, file))
+                return
+            yield row
+    except OSError as error:
+        yield SourceRow(str(file), count + 1, None, f"cannot be read: {error.strerror or error}; check the file")
+        return
+    except UnclearFile:  # `finetune init` asks
+        raise
+    except BadFile as error:
+        yield SourceRow(str(file), 1, None, error.problem)
+        return
+    except (EOFError, zlib.error) as error:
+        problem = f"the compressed file is damaged or cut off ({one_line(error, 80)}); fetch it again"
+        yield SourceRow(str(file), count + 1, None, problem)
+        return
+    if not count:
+        yield SourceRow(str(file), 1, None, "no rows: the file is empty; give it at least one row")
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from typing import Any, TextIO
 import torch
 
 from finetune.measure.phases import peak_bytes
-from finetune.measure.units import GIB
 from finetune.output_stream import lasting, wrapped
 from finetune.recipe.sections.preferences import is_own_reference
-from finetune.wording import duration
+from finetune.wording import GIB, duration
 
 BARS = "▁▂▃▄▅▆▇█"
 FEWEST_BARS, MOST_BARS = 8, 24

@@ -17,9 +17,9 @@ import torch
 from finetune.errors import DoesNotFit
 from finetune.measure.host_memory import available_bytes
 from finetune.measure.phases import peak_bytes
-from finetune.measure.units import GIB
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
+from finetune.wording import GIB
 
 # The messages of allocators that raise plain RuntimeErrors: the host's, cuBLAS's, NCCL's.
 _WORDS = re.compile(r"out of memory|DefaultCPUAllocator|ALLOC_FAILED|Cannot allocate memory|Failed to CUDA (m|c)alloc")

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch documents th
 from finetune.files import loading_in_this_thread
 from finetune.measure.collectives import CollectiveStats, Traffic
 from finetune.measure.live_tensors import LiveTensors
-from finetune.measure.units import GIB
+from finetune.wording import GIB
 
 
 @dataclass

@@ -11,8 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from finetune.data.dialect import WIDE_MARKS, is_binary
-from finetune.data.readers import read_rows
-from finetune.data.sources import SUFFIXES, refuse_packed
+from finetune.data.sources import SUFFIXES, read_rows, refuse_packed
 from finetune.errors import DataError
 from finetune.library_errors import library_errors
 from finetune.output_stream import one_line

@@ -17,7 +17,6 @@ from finetune.closed_form.estimate import estimate, unsupported
 from finetune.closed_form.rank import cached_strategy
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
-from finetune.measure.units import GIB
 from finetune.model.known_configs import config_if_known, planned_config
 from finetune.planner import candidates, remedies
 from finetune.planner.arithmetic import explain_plan
@@ -27,7 +26,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.mixed_precision import ChosenFormats, fastest_for
 from finetune.recipe.schema import Recipe
 from finetune.strategies.packages import missing_packages
-from finetune.wording import counted
+from finetune.wording import GIB, counted
 
 if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Plan

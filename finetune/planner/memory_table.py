@@ -7,10 +7,9 @@ from itertools import accumulate
 from typing import Any
 
 from finetune.closed_form.constants import COMPONENTS
-from finetune.measure.units import GIB
 from finetune.planner.plan_recipe import Plan
 from finetune.strategies.pipeline.timeline import alive_at_most
-from finetune.wording import counted
+from finetune.wording import GIB, counted
 
 WIDTH, EMPTY = 50, "."
 # The bars' shades: weights, which are there all the time; tensors that a step makes; and buffers.

@@ -23,7 +23,6 @@ from finetune.errors import FinetuneError
 from finetune.files import read_lines, write_json
 from finetune.launch.plan_request import PlanRequest, ask_planner
 from finetune.library_errors import library_errors, words_of
-from finetune.measure.units import GIB
 from finetune.model.known_configs import planned_config
 from finetune.output_stream import one_line
 from finetune.recipe.gpus import Gpus
@@ -31,7 +30,7 @@ from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.facts import MOST_RECORD_BYTES, is_as_written, require_run_folder
 from finetune.untrusted.json_files import read_object
-from finetune.wording import counted
+from finetune.wording import GIB, counted
 
 if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Plan

@@ -11,12 +11,11 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.library_errors import library_errors
-from finetune.measure.units import GIB, PHASES
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.sections.preferences import is_own_reference
 from finetune.report.pictures import Chart, Series, smoothed
 from finetune.run_folder.facts import RunFacts, read_run, require_run_folder
-from finetune.wording import metric_in_words
+from finetune.wording import GIB, PHASES, metric_in_words
 
 # Title, key of a training line, factor.
 CURVES = (

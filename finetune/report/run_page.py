@@ -11,7 +11,6 @@ from typing import Any
 
 from finetune.base.location import online_name
 from finetune.files import write_text
-from finetune.measure.units import GIB
 from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.preferences import objective_in_words, warnings_of
@@ -30,7 +29,7 @@ from finetune.report.curves import (
 from finetune.report.html import render_page
 from finetune.report.pictures import save_png
 from finetune.run_folder.facts import score_rows
-from finetune.wording import counted, duration
+from finetune.wording import GIB, counted, duration
 
 PAGE_SAMPLES = 8  # prompts shown with their answers
 PAGE_WINS = 4  # answers shown that got better, and as many that got worse

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from finetune.launch.rendezvous import collective_timeout
 from finetune.measure.host_memory import available_bytes, bytes_below_peak, pinned_bytes
-from finetune.measure.units import GIB
 from finetune.ranks.heartbeat import this_machine
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import OwnPieces, Tensors, own_pieces, refuse_not_finite, write_pieces
 from finetune.strategies.pieces import Ranks, all_ranks
+from finetune.wording import GIB
 
 SPARE_BYTES = GIB  # host memory that a copy leaves free on each machine
 BREAK_OFF_SECONDS = 5.0  # a second Ctrl-C waits so long for the files being written

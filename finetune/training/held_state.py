@@ -21,7 +21,6 @@ from torch import Tensor
 from finetune.files import TEMPORARY_PREFIX, remove_folder
 from finetune.library_errors import library_errors
 from finetune.measure.host_memory import available_bytes, bytes_below_peak
-from finetune.measure.units import GIB
 from finetune.recipe.optimizers import checkpoint_bytes
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.background import machine_without_room
@@ -30,6 +29,7 @@ from finetune.run_folder.save_restore import checkpoint_tensors, fill_from, on_e
 from finetune.run_folder.trained_tensors import model_tensors
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.pieces import Ranks, Stored, local_part, reshard
+from finetune.wording import GIB
 
 # If the step itself takes host memory (on a CPU, and with offload), gradients and two moments take three times the
 # weights' bytes. As much again is left to activations.

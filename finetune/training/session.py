@@ -34,7 +34,6 @@ from finetune.launch.plan_request import PlanRequest
 from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import grace_period, stop_on_signals
 from finetune.measure.phases import Phase, Phases, give_back_cached_memory, peak_of
-from finetune.measure.units import GIB
 from finetune.model.optimizer import call_after_first_step, unwrap_optimizer
 from finetune.ranks.heartbeat import clear_heartbeats
 from finetune.recipe.optimizers import checkpoint_bytes
@@ -69,6 +68,7 @@ from finetune.training.samples import look_before, write_samples
 from finetune.training.start import Start
 from finetune.training.watchdog import Progress, watchdog
 from finetune.training.worst_step import compare_fast_paths, worst_step_first
+from finetune.wording import GIB
 
 
 @dataclass(frozen=True)

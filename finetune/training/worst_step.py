@@ -25,7 +25,6 @@ from finetune.architecture.guard import ATTENTION, COMPARED_TOKENS, Guard
 from finetune.architecture.own_layers.compute import ADAPTERS, GATES, NORMS, leave_to_library
 from finetune.errors import NotFinite
 from finetune.measure.phases import Phase, peak_bytes, peak_of
-from finetune.measure.units import GIB
 from finetune.model.optimizer import allocate_optimizer_state
 from finetune.strategies.accelerator import load_scaler_state, scaler_state
 from finetune.strategies.assemble import Assembled
@@ -38,7 +37,7 @@ from finetune.training.objectives import ChosenRows
 from finetune.training.run import Forwards, Run
 from finetune.training.step import optimizer_step
 from finetune.training.update import keep_refusal_flag, updates_on_device
-from finetune.wording import counted
+from finetune.wording import GIB, counted
 
 
 @dataclass(frozen=True)

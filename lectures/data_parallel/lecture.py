@@ -12,13 +12,13 @@ import torch
 
 from finetune.closed_form.constants import FLOAT32
 from finetune.errors import FinetuneError
-from finetune.measure.units import GIB
 from finetune.model.known_configs import planned_config
 from finetune.output_stream import silenced
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.rehearse.shrink import Shrunk, shrink_model
 from finetune.report.pictures import COLOURS, new_figure
+from finetune.wording import GIB
 from lectures.data_parallel.ddp_rank import train_ddp
 from lectures.data_parallel.training import STEP_TIMES, Job, Trained, train_data_parallel
 from lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number

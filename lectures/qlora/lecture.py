@@ -23,13 +23,13 @@ from finetune.closed_form.constants import (
 )
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.measure.units import GIB
 from finetune.model.known_configs import config_if_known
 from finetune.output_stream import silenced
 from finetune.planner import NF4, Plan, changed, worst_batches
 from finetune.recipe.gpus import Gpus, gpus_of
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Recipe, Training
+from finetune.wording import GIB
 from lectures.local_ranks import figures_of_ranks
 from lectures.output import Chapter, LectureRequest, LectureResult, columns
 from lectures.qlora.picture import draw_parts

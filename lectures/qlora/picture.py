@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.measure.units import GIB
 from finetune.recipe.gpus import Gpus
 from finetune.report.pictures import COLOURS, new_figure
+from finetune.wording import GIB
 
 MEBIBYTE = 2**20
 Bars = Mapping[str, Mapping[str, int]]  # bytes by part, by way

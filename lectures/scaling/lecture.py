@@ -8,9 +8,9 @@ from typing import Any
 
 from finetune.closed_form.constants import FLOAT32, STEP_PHASES
 from finetune.measure.collectives import WEIGHT
-from finetune.measure.units import GIB
 from finetune.planner import CHIPS
 from finetune.recipe.loader import load_recipe
+from finetune.wording import GIB
 from lectures.output import Chapter, LectureRequest, LectureResult, columns
 from lectures.scaling.picture import draw_scaling
 from lectures.scaling.plans import (

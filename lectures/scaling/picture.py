@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.measure.units import GIB
 from finetune.report.pictures import COLOURS, new_figure
+from finetune.wording import GIB
 from lectures.scaling.plans import GPU, GPU_COUNTS, PUBLISHED, PUBLISHED_LOSS, SWEPT_STRATEGIES, Cell
 
 LIMIT, LEGEND = "#a00000", "#555555"

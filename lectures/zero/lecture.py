@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 from finetune.closed_form.constants import STEP_PHASES
-from finetune.measure.units import GIB
 from finetune.paths import CHECKOUT
 from finetune.planner import CHIPS, HOST_MEMORY
 from finetune.recipe.loader import load_recipe
-from finetune.wording import counted
+from finetune.wording import GIB, counted
 from lectures.output import Chapter, LectureRequest, LectureResult, columns
 from lectures.zero import words
 from lectures.zero.holders import holders_json, holders_table, trace_holders

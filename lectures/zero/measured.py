@@ -11,10 +11,10 @@ from finetune.closed_form.constants import STEP_PHASES
 from finetune.compare import Comparison, compare, plan_comparison
 from finetune.files import read_lines
 from finetune.launch.local_ranks import count_gpus
-from finetune.measure.units import GIB
 from finetune.output_stream import silenced
 from finetune.recipe.loader import load_recipe
 from finetune.rehearse.shrink import shrink_model
+from finetune.wording import GIB
 from lectures.output import LectureRequest
 from lectures.zero.notes import HOMEWORK, LOGGED_STEPS
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune.closed_form.constants import FLOAT32
-from finetune.measure.units import GIB
+from finetune.wording import GIB
 from lectures.zero.terms import Gpt2Step, ZeroJob, zero_terms
 
 GPT2_LARGE, GPT2_LAYERS = 774_030_080, 36  # parameters, layers

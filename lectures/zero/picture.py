@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.closed_form.constants import STEP_PHASES
-from finetune.measure.units import GIB
 from finetune.report.pictures import COLOURS, new_figure
+from finetune.wording import GIB
 from lectures.zero.measured import MICRO_STEPS_HERE, Measured
 from lectures.zero.notes import HOMEWORK, LOGGED_STEPS
 from lectures.zero.planned import PlannedRun

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from finetune.data.dialect import Dialect, csv_dialect
-from finetune.data.readers import read_rows
 from finetune.data.rows import check_rows
+from finetune.data.sources import read_rows
 from finetune.errors import DataError
 from finetune.recipe.schema import Data
 

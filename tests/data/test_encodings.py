@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from finetune.data.dialect import csv_dialect
-from finetune.data.readers import read_rows
 from finetune.data.rows import check_rows
+from finetune.data.sources import read_rows
 from finetune.errors import DataError
 from finetune.new_recipe import propose
 from finetune.recipe.schema import Data

@@ -11,7 +11,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet
 import pytest
 
-from finetune.data import chat, readers, rows
+from finetune.data import chat, rows, sources
 from finetune.data.readings import in_quotes
 from finetune.data.rows import RowReader, check_rows, notes_of
 from finetune.data.sources import resolve
@@ -98,7 +98,7 @@ def test_a_short_check_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("kind", ["parquet", "parquet of chats", "jsonl.gz", "csv.gz", "json.gz"])
 def test_a_small_file_of_very_many_rows_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The same row again and again takes no room in a compressed file."""
-    monkeypatch.setattr(readers, "MOST_REPETITIONS", 20_000)
+    monkeypatch.setattr(sources, "MOST_REPETITIONS", 20_000)
     rows = 50_000
     file = tmp_path / f"rows.{kind.partition(' ')[0]}"
     match kind:
@@ -122,7 +122,7 @@ def test_a_small_file_of_very_many_rows_is_one_line(tmp_path: Path, monkeypatch:
 
 
 def test_many_rows_that_differ_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MOST_REPETITIONS", 2_000)
+    monkeypatch.setattr(sources, "MOST_REPETITIONS", 2_000)
     file = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pa.table({"text": [f"text {number}" for number in range(5_000)]}), file)
     data = Data.model_validate({"train": [{"path": "parquet", "data_files": str(file)}]})

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from finetune.data import workbook
-from finetune.data.readers import read_rows
 from finetune.data.rows import check_rows
-from finetune.data.sources import resolve
+from finetune.data.sources import read_rows, resolve
 from finetune.errors import DataError
 from finetune.new_recipe import propose
 from finetune.recipe.schema import Data, DataSet

@@ -18,8 +18,8 @@ from finetune.measure.phases import (
     peak_reserved,
     restart_peak,
 )
-from finetune.measure.units import GIB
 from finetune.training.memory_report import memory_facts
+from finetune.wording import GIB
 
 REQUEST = PlanRequest({}, ((7,),), 1, flat=True, nodes=1, ranks_of_node=1, device="some GPU", memory=GIB)
 FRESH = count(40)  # a GPU that no test has seen: the peaks are kept for the life of a process

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.measure.live_tensors import LiveTensors
 from finetune.measure.phases import Phase, Phases
-from finetune.measure.units import GIB
+from finetune.wording import GIB
 
 CPU = torch.device("cpu")
 KB = 1024  # bytes of 256 float32

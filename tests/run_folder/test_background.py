@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from finetune.errors import EnvironmentMismatch, NotFinite
-from finetune.measure.units import GIB
 from finetune.run_folder import checkpoint
 from finetune.run_folder.background import Saves, saves_in_background
 from finetune.run_folder.checkpoint import checkpoint_steps, newest_valid, read_checkpoint, step_folder
 from finetune.strategies.pieces import Piece, Ranks
+from finetune.wording import GIB
 from tests.support.runs.saving import ROOM, full, held_up
 from tests.support.runs.stepping import float32_recipe
 from tests.support.stand_ins.ranks import made_up_ranks

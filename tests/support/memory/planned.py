@@ -25,7 +25,6 @@ from accelerate.state import AcceleratorState
 
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phases
-from finetune.measure.units import PHASES
 from finetune.planner.trace.stand_ins import SHARED_MEMORY
 from finetune.planner.trace.trace import STEPS, trace
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
@@ -40,6 +39,7 @@ from finetune.training.cast_weights import cast_weights
 from finetune.training.objectives.supervised import Supervised
 from finetune.training.run import StepParts
 from finetune.training.step import optimizer_step
+from finetune.wording import PHASES
 from tests.support.models.tiny import flat_batch, save_tiny
 from tests.support.rows.mixtures import save_mixture
 from tests.support.runs.cells import free_ports

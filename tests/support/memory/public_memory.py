@@ -27,7 +27,6 @@ from torch import _meta_registrations, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from finetune.closed_form.constants import CUBLAS_WORKSPACE
-from finetune.measure.units import GIB
 from finetune.model.known_configs import CONFIGS
 from finetune.planner.depth.caching_allocator import CachingAllocator
 from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
@@ -36,6 +35,7 @@ from finetune.planner.trace.fake_model import fill_with_fakes, no_data
 from finetune.planner.trace.kernel_workspaces import workspaces
 from finetune.planner.trace.recorder import OnOperations, Recorder, tagging
 from finetune.planner.trace.timeline import Timeline
+from finetune.wording import GIB
 from tests.support.runs.cells import ROOT
 
 POINTS = ROOT / "benchmarks" / "peft_l40s.json"

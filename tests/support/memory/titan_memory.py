@@ -33,7 +33,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has n
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from finetune.closed_form.constants import CUBLAS_WORKSPACE_HOPPER
-from finetune.measure.units import GIB
 from finetune.planner.depth.caching_allocator import CachingAllocator
 from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
 from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device
@@ -41,6 +40,7 @@ from finetune.planner.trace.fake_model import no_data
 from finetune.planner.trace.kernel_workspaces import workspaces
 from finetune.planner.trace.recorder import OnOperations, Recorder, tagging
 from finetune.planner.trace.timeline import Timeline
+from finetune.wording import GIB
 
 WIDTH, HIDDEN, HEADS, KEY_HEADS, HEAD, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
 ROWS, TOKENS = 2, 8192

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from finetune.measure.units import GIB
 from finetune.run_folder import checkpoint
 from finetune.run_folder.background import Saves
 from finetune.strategies.pieces import all_ranks
+from finetune.wording import GIB
 
 ROOM = (1000 * GIB, 0)  # bytes left on the machine, and bytes that training may still take
 

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 
 from finetune.files import cache_folder, read_sealed, write_sealed
 from finetune.measure.out_of_memory import Memory
-from finetune.measure.units import GIB
 from finetune.train import main as train
 from finetune.training import reference
+from finetune.wording import GIB
 from tests.support.models.tiny import tiny_model
 from tests.support.runs.cells import launch
 from tests.support.runs.preferences import (
