@@ -40,7 +40,7 @@ def base_identity(section: ModelSection) -> dict[str, str | None]:
     if folder is not None and folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
         commit = folder.name
     facts = {"name": section.name_or_path, "revision": section.revision, "commit": commit}
-    return {**facts, "content": folder and content_of(folder)}
+    return {**facts, "content": None if folder is None else content_of(folder)}
 
 
 def content_of(folder: Path) -> str | None:

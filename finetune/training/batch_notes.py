@@ -96,7 +96,7 @@ def data_line(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> str:
 
 def _tokens_a_step(prepared: Prepared, plan: BatchPlan) -> int:
     """12,345 as 12,300: a mean over rows has no more than three certain figures."""
-    count = round(prepared.facts["tokens"] / plan.rows * min(plan.global_batch_size, plan.total_rows))
+    count: int = round(prepared.facts["tokens"] / plan.rows * min(plan.global_batch_size, plan.total_rows))
     return round(count, min(0, 3 - len(str(count))))
 
 

@@ -27,7 +27,7 @@ A storage that a distant run frees is freed in all copies: an optimizer step doe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, product
 from typing import NamedTuple
@@ -69,7 +69,7 @@ class LayerRepeat:
         if copy is not None:
             return [layer + copy * self.period]
         if self.repeats(layer):
-            return [layer + each * self.period for each in range(self.copies + 1)]
+            return [layer + number * self.period for number in range(self.copies + 1)]
         if layer < FIRST:
             return [layer]
         return [layer + self.copies * self.period]
@@ -116,9 +116,11 @@ def repeat_layers(timeline: Timeline, device: str, layers: int, deep: int, perio
                     continue
                 layer, *visit_and_position = names[event.storage]
                 stream = timeline.streams.get(event.storage, 0)
-                positions = [None] if layer is None else repeat.positions_of(layer, run.layer, copy)
-                for position in positions:
-                    yield StorageChange((position, *visit_and_position), event.nbytes, phase, stream)
+                positions: Sequence[int | None] = (
+                    [None] if layer is None else repeat.positions_of(layer, run.layer, copy)
+                )
+                for deep_layer in positions:
+                    yield StorageChange((deep_layer, *visit_and_position), event.nbytes, phase, stream)
         previous_layer = block[-1].layer
 
 
