@@ -292,7 +292,7 @@ def test_what_must_fit_is_refused_early_with_the_same_bytes() -> None:
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "fsdp2_grad_op", "zero3"])
 @pytest.mark.parametrize("method", ["qlora", "full"])
 def test_a_search_plans_the_same_memory(strategy: str, method: str, tmp_path: Path) -> None:
-    """By one depth, one short micro-batch and three of eight chunks of the loss. Tensors are the same, but for a few
+    """By one short micro-batch at first and three of eight chunks of the loss. Tensors are the same, but for a few
     bytes that a foreach kernel makes for each. The allocator may cache other gaps."""
     base = save_tiny(tmp_path / "model", num_hidden_layers=7, vocab_size=65_536)
     sections: dict[str, Any] = {"accelerate_config": strategy, "data": {"max_length": 8192}}

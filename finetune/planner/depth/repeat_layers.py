@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from finetune.closed_form.constants import CAST_WEIGHTS
 from finetune.measure.live_tensors import NONE
-from finetune.planner.trace.timeline import Event, Peak, PhaseMemory, Timeline, layer_of
+from finetune.planner.trace.timeline import Event, Timeline, layer_of
 
 FIRST = 2  # index of the first layer that is repeated; as many layers follow the repeated ones
 
@@ -122,22 +122,6 @@ def repeat_layers(timeline: Timeline, device: str, layers: int, deep: int, perio
                 for deep_layer in positions:
                     yield StorageChange((deep_layer, *visit_and_position), event.nbytes, phase, stream)
         previous_layer = block[-1].layer
-
-
-def phases_of_changes(changes: Iterable[StorageChange]) -> dict[str, PhaseMemory]:
-    """Each phase's peak and end, without their components."""
-    sizes: dict[Hashable, int] = {}
-    live, peaks, ends = 0, dict[str, int](), dict[str, int]()
-    for storage, nbytes, phase, _ in changes:
-        if storage is not None:
-            live += nbytes - sizes.get(storage, 0)
-            sizes[storage] = nbytes
-        elif phase not in peaks:
-            peaks[phase] = 0
-        if phase in peaks:
-            peaks[phase], ends[phase] = max(peaks[phase], live), live
-    whole = {name: Peak(nbytes, {"other": nbytes}) for name, nbytes in peaks.items() if name}
-    return {name: PhaseMemory(peak, {"other": ends[name]}) for name, peak in whole.items()}
 
 
 def add_unlayered_storage(changes: Iterable[StorageChange], short: Mapping[str, int]) -> Iterator[StorageChange]:

@@ -26,7 +26,7 @@ from finetune.planner.depth.extrapolate import (
     with_more_of_the_same,
 )
 from finetune.planner.depth.fork import run_in_forks
-from finetune.planner.depth.repeat_layers import StorageChange, phases_of_changes, repeat_layers
+from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
 from finetune.planner.trace.fake_device import DEVICE_NAME
 from finetune.planner.trace.step_work import StepWork, with_more_micro_steps, work_at_depth
 from finetune.planner.trace.timeline import PhaseMemory
@@ -53,7 +53,7 @@ class TraceRequest:
     outside_bytes: int  # bytes outside of tensors
     must_fit_bytes: int | None  # stop as soon as more are certain to be needed
     rank: int  # the one that is traced
-    first_batches: Sequence[MicroBatch] | None = None  # in the first step; only the GPU's memory is right then
+    first_batches: Sequence[MicroBatch] | None = None  # in the first step; only memory is right then
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,6 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
     period, shallow = repetition(request)
     few, more = depths(layers, period, shallow)
     needed = (layers,) if full_depth or layers <= more else (more, few)
-    # Where every storage belongs to a layer or does not grow with depth, the repeated layers alone have all bytes.
-    memory_alone = request.on_gpu and request.first_batches is not None
-    memory_alone = memory_alone and strategy.layers_repeat and not strategy.gradient_buckets
-    if memory_alone:
-        needed = needed[:1]
     functions = {}
     for depth in needed:
         model = with_layers(request.recipe, request.config, depth, folder)
@@ -102,8 +97,6 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
                     bytes_needed = request.outside_bytes + max(peak.allocated for peak in replay(changes).values())
                     message = f"it needs {bytes_needed} bytes of a GPU's {request.must_fit_bytes}"
                     raise DoesNotFit(message, bytes_needed) from None
-        if memory_alone:
-            return DeepTrace(phases_of_changes(changes), deepest.work, changes=changes)
         traces = {depth: traced(depth) for depth in needed[1:]} | {needed[0]: deepest}
     timelines = {depth: shallow_trace.timeline for depth, shallow_trace in traces.items()}
     deep = DeepTrace(
