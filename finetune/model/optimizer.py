@@ -13,39 +13,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from finetune.errors import EnvironmentMismatch, RecipeError
+from finetune.errors import RecipeError
 from finetune.model.dtypes import dtype_name
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe, Training
-from finetune.recipe.sections.training import Optimizer
-from finetune.wording import counted, install_command
+from finetune.wording import counted
 
 if TYPE_CHECKING:
     from finetune.model.optimizers.rounded_adamw import LocalPart
 
 RATE_RATIO = "rate_ratio"  # of a parameter group: its learning rate over the step's
-
-
-def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> None:
-    """Refuse, before anything is loaded, an optimizer that would not be the one asked for. Raises EnvironmentMismatch.
-
-    Pages are CUDA's managed memory: on a CPU bitsandbytes would take its plain classes, with one warning. Its plain
-    8-bit AdamW has a CPU kernel since 0.50. Its kernels take no sharded tensors (0.50.2): over shards BlockwiseAdamW
-    stands for those without pages.
-    """
-    spec = OPTIMIZERS[name]
-    if spec.library(sharded=sharded) != "bitsandbytes":
-        return
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        remedy = f"install it in the checkout: {install_command('qlora')}"
-        raise EnvironmentMismatch(f"training.optim: {name} needs bitsandbytes; {remedy}") from error
-    if on_cpu and spec.paged:
-        raise EnvironmentMismatch(
-            f"training.optim: {name} pages its state between GPU and host, a CPU has no such pages; "
-            f"set training.optim={spec.unpaged}"
-        )
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart | None = None) -> torch.optim.Optimizer:
