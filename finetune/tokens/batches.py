@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import torch
 
 from finetune.tokens.encoder import IGNORE
 from finetune.tokens.mixture import ROW_ORDER, seeded_order
+
+_Held = TypeVar("_Held")
 
 
 class MicroBatch(TypedDict):
@@ -210,17 +212,17 @@ def _wait_for_copy(batch: MicroBatch, is_copied: torch.Event) -> MicroBatch:
         tensor.record_stream(present_stream)
         return tensor
 
-    waited_for: MicroBatch = changed_tensors(batch, use)
-    return waited_for
+    return changed_tensors(batch, use)
 
 
-def changed_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def changed_tensors(batch: _Held, change: Callable[[torch.Tensor], torch.Tensor]) -> _Held:
     """The batch with each tensor replaced by `change` of it, also in its answers and their mismatched batch."""
+    result: Any = batch
     if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if isinstance(batch, dict):
-        return {key: changed_tensors(value, change) for key, value in batch.items()}
-    if isinstance(batch, Answers):
+        result = change(batch)
+    elif isinstance(batch, dict):
+        result = {key: changed_tensors(value, change) for key, value in batch.items()}
+    elif isinstance(batch, Answers):
         parts = {member.name: getattr(batch, member.name) for member in fields(batch)}
-        return replace(batch, **changed_tensors(parts, change))
-    return batch
+        result = replace(batch, **changed_tensors(parts, change))
+    return result  # type: ignore[no-any-return]  # it is of the batch's type
