@@ -89,7 +89,7 @@ def _printers(launch: Any, as_json: bool) -> tuple[Callable[[str], None], Callab
 
     silent = as_json or not (launch is None or launch.is_main)
     progress = Terminal(0, silent=silent, stream=sys.stderr)
-    print_line = _line_printer(as_json)
+    print_line = _line_printer(silent)
 
     def say_result(text: str) -> None:
         progress.clear()
