@@ -44,6 +44,7 @@ ROLES = {
     "open-thoughts/OpenThoughts-114k": [["system", *CHAT]],
     "HuggingFaceH4/Multilingual-Thinking": [["system", *CHAT]],
     "roneneldan/TinyStories": [["text"]],
+    "emozilla/pg19": [["text"]],
 }
 
 

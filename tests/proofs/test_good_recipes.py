@@ -34,7 +34,7 @@ from tests.support.runs.recipe_results import known
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCHEMA = ROOT / "finetune" / "recipe.schema.json"
-COUNT = 59
+COUNT = 60
 SCHEME = re.compile(
     r"(?P<family>llama3|qwen3(?:\.5)?|mistral|smollm[23]|gemma3|phi4|gpt_oss)(?:_(?P<size>[\d.]+[bm])(?:_(?P<active>a\d+b))?)?"
     r"_(?P<method>full|lora|qlora|int8)"
