@@ -91,7 +91,7 @@ def main() -> None:
     complete = [row for row in rows if all(row)]
     for row in rng.sample(complete, DUPLICATES):
         rows.insert(rng.randrange(len(rows)), list(row))
-    with open(Path(__file__).parent / "faq_de.csv", "w", encoding="cp1252", newline="") as file:
+    with open(Path(__file__).parent / "faq_de.csv", "w", encoding="utf-8-sig", newline="") as file:
         writer = csv.writer(file, delimiter=";", lineterminator="\r\n")
         writer.writerow(["nr", "kategorie", "frage", "antwort", "geändert"])
         for number, (category, question, answer) in enumerate(rows, 1):

@@ -4,7 +4,7 @@ FinetuneError            2   bad input: place, value, remedy
 ├── RecipeError          2   every mistake of a recipe at once
 ├── DataError            2   every mistake found in the data
 │   └── BadFile          2   a table's rows cannot be told apart
-│       └── UnclearFile  two code pages, or two sheets, are plausible
+│       └── UnclearFile  two sheets are plausible
 ├── NotFinite            2   a loss, a gradient or a trained tensor is NaN or infinite
 ├── NothingTrained       2   at the end of a run every trained tensor is as it was at its start
 ├── DoesNotFit           3   more memory is needed than there is, by plan or by measurement

@@ -249,15 +249,10 @@ def cut_lines(path: Path, last_step: int) -> None:
     """
     if not path.exists():
         return
-    lines = [line for row, line in _lines(path) if row is not None and not _later(row, last_step)]
-    content = b"".join(lines).decode("utf-8")
+    steps = ((row.get("step"), line) for row, line in _lines(path) if row is not None)
+    content = b"".join(line for step, line in steps if not isinstance(step, int) or step <= last_step).decode("utf-8")
     if content != path.read_bytes().decode("utf-8", errors="replace"):
         write_text(path, content)
-
-
-def _later(row: Mapping[str, Any], last_step: int) -> bool:
-    step = row.get("step")
-    return isinstance(step, int) and step > last_step
 
 
 def _lines(path: Path, last_bytes: int | None = None) -> Iterator[tuple[dict[str, Any] | None, bytes]]:

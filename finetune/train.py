@@ -1,12 +1,12 @@
 """The trainer entrypoint: `accelerate launch finetune/train.py RECIPE [key=value ...]`, or `finetune train RECIPE ...`.
 
-A training has five parts. Each is one function, and returns one frozen object for the next:
+A training has five parts. Each is one function. The first four return one frozen object for the next:
 
     refuse    settings, launch, machine                    Checked   training/start.py
     choose    every `auto`, base, tokenizer, probe         Choices
     prepare   rows, steps, the claim on the run folder     Start
     build     model, optimizer, receipt                    Built     training/session.py
-    train     worst step, loop, export                     Ended
+    train     worst step, loop, export                     exit code
 
 The report and the push come last, and read only the run's folder. However the run ends, run_state.json there says how.
 """
@@ -85,7 +85,7 @@ def run_training(loaded: LoadedRecipe, launch: Launch) -> int:
     with RunOutput(recipe, steps, silent=silent, writes=start.writes, mirror=start.mirror) as output:
         with session(start, output) as opened:
             if opened is not None:  # else this run is finished already
-                code = train(build(opened)).exit_code
+                code = train(build(opened))
         # The process group has ended, so no rank waits while rank 0 writes the report.
         if start.writes:
             from finetune.report.run_page import write_pages
@@ -158,16 +158,6 @@ def set_up_process(recipe: Recipe) -> Launch:
     return launch
 
 
-def _wait_for_rank_0(code: int) -> int:
-    """Make other ranks wait. A launcher kills all ranks when one ends, but rank 0 must print the error first."""
-    if code not in (0, 130):
-        from finetune.launch.launcher import RANK_0_SECONDS, speaks_for_ranks
-
-        if not speaks_for_ranks():
-            time.sleep(RANK_0_SECONDS)
-    return code
-
-
 def process_main(argv: Sequence[str] | None = None) -> int:
     """`main` as a whole process, perhaps one of several ranks. Returns the exit code."""
     from finetune.launch.signals import stopped_by_signals
@@ -175,7 +165,13 @@ def process_main(argv: Sequence[str] | None = None) -> int:
     open_missing_streams()
     keep_printing()
     with stopped_by_signals():
-        return _wait_for_rank_0(main(argv))
+        code = main(argv)
+        if code not in (0, 130):  # a launcher kills all ranks when one ends, but rank 0 must print the error first
+            from finetune.launch.launcher import RANK_0_SECONDS, speaks_for_ranks
+
+            if not speaks_for_ranks():
+                time.sleep(RANK_0_SECONDS)
+        return code
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from finetune.closed_form.constants import (
     UNSHARDED_GRADIENTS,
 )
 from finetune.closed_form.recomputation import choose_recomputation
-from finetune.model.known_configs import planned_config
+from finetune.model.known_configs import config_if_known, planned_config
 from finetune.planner import Plan, changed
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
@@ -79,7 +79,7 @@ class MemoryVariant:
 def memory_lecture(asked: LectureRequest) -> LectureResult:
     """Plans of the recipe and of its variants. Raises FinetuneError, of the recipe or of a model that is not known."""
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
-    recipe = choose_recomputation(recipe, gpus_of(recipe.budget)).recipe
+    recipe = choose_recomputation(recipe, config_if_known(recipe.model), gpus_of(recipe.budget)).recipe
     count = parameter_count(recipe)
     variants = [_planned(name, each, asked) for name, each in _variants(recipe).items()]
     sections = [_ways(), _components(recipe, count, variants), *_beside_the_notes(count, variants)]

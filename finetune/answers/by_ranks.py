@@ -21,13 +21,16 @@ from accelerate import Accelerator
 
 from finetune.errors import FinetuneError
 from finetune.finished_run import BOTH, FinishedRun, best_device, models_of
-from finetune.generation.generate import stop_on
+from finetune.generation.generate import may_share_a_batch, stop_on
+from finetune.generation.held_out import Batching
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
 from finetune.launch.rendezvous import rendezvous
 from finetune.measure.phases import give_back_cached_memory
+from finetune.model.dtypes import COMPUTE
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, strategy_of
+from finetune.run_folder.facts import read_run
 from finetune.strategies.accelerator import build_accelerator, check_launch, device_of, use_all_cores
 from finetune.strategies.assemble import WAITING, Assembled, assemble
 from finetune.strategies.pieces import Ranks, all_ranks
@@ -47,6 +50,13 @@ class Computing:
     launch: Launch | None = None
     sharding: Strategy | None = None  # None: each rank has the whole model
 
+    def autocast(self, recipe: Recipe) -> AbstractContextManager[Any]:
+        """The arithmetic of the training's evaluations. A sharding strategy's model computes in its own format."""
+        compute = COMPUTE[recipe.training.mixed_precision]
+        if compute is None or self.sharding is not None:
+            return nullcontext()
+        return torch.autocast(self.device.type, compute)
+
 
 @contextmanager
 def computing_ranks(recipe: Callable[[], Recipe], launch: Launch | None) -> Iterator[Computing]:
@@ -58,7 +68,7 @@ def computing_ranks(recipe: Callable[[], Recipe], launch: Launch | None) -> Iter
     if launch is None or launch.world_size == 1:
         yield Computing(best_device())
         return
-    with _one_rank_speaks():
+    try:
         evaluated = _as_evaluated(recipe())
         strategy, device = check_launch(evaluated, launch), device_of(launch)
         with rendezvous(launch):
@@ -75,6 +85,17 @@ def computing_ranks(recipe: Callable[[], Recipe], launch: Launch | None) -> Iter
 
                 release_engine(accelerator)
             accelerator.end_training()
+    # One rank says why it failed, and the launcher ends the others. A rank above 0 waits before it says so: if all
+    # ranks have the error, rank 0 says it meanwhile. A rank whose connection to a failed rank breaks says nothing.
+    except FinetuneError:
+        if not speaks_for_ranks():
+            time.sleep(RANK_0_SECONDS)
+        raise
+    except RuntimeError as error:
+        if not BROKEN.search(str(error)):
+            raise
+        time.sleep(LOST_SECONDS)
+        raise SystemExit(1) from error
 
 
 def _as_evaluated(recipe: Recipe) -> Recipe:
@@ -90,6 +111,12 @@ def _as_evaluated(recipe: Recipe) -> Recipe:
     if not torch.cuda.is_available():
         changes["budget"] = recipe.budget.model_copy(update={"gpus": 0})
     return recipe.model_copy(update=changes)
+
+
+def batching_of(run: FinishedRun, computing: Computing, *, alone: bool = False) -> Batching:
+    """How the run's model answers prompts: together in batches if its probe allows padding, and not `alone`."""
+    probed = read_run(run.folder, run.recipe).receipt.get("probe") if run.trained and not alone else None
+    return Batching(may_share_a_batch(probed or {}), computing.device, computing.ranks, computing.sharding is not None)
 
 
 def models_by_ranks(
@@ -142,25 +169,5 @@ def _assembled(run: FinishedRun, recipe: Recipe, computing: Computing) -> Assemb
     assert computing.sharding is not None
     assert computing.accelerator is not None
     assembled = assemble(recipe, computing.sharding, computing.accelerator, launch=computing.launch)
-    stop_on(assembled.unwrapped_model, run.conversation.stops.values())
+    stop_on(assembled.decoder, run.conversation.stops.values())
     return assembled
-
-
-@contextmanager
-def _one_rank_speaks() -> Iterator[None]:
-    """Within the block, one rank says why it failed, and the launcher ends the others.
-
-    A rank above 0 waits before it says so: if all ranks have the error, rank 0 says it meanwhile. A rank whose
-    connection to a failed rank breaks says nothing.
-    """
-    try:
-        yield
-    except FinetuneError:
-        if not speaks_for_ranks():
-            time.sleep(RANK_0_SECONDS)
-        raise
-    except RuntimeError as error:
-        if not BROKEN.search(str(error)):
-            raise
-        time.sleep(LOST_SECONDS)
-        raise SystemExit(1) from error

@@ -109,25 +109,23 @@ def open_run(run_dir: Path, endpoint: Endpoint | None = None, *, system: str | N
     """
     run, device = finished_run(run_dir), best_device()
     tokenizer, opening = load_run_tokenizer(run), run.conversation.opening(system)
+    encoder = Encoder(tokenizer, run.recipe.data, run.recipe.model)
     notes: list[str] = []
     if system is None and run.conversation.system is None:
         notes.append("system: none is sent, and the training rows have several; send one: --system TEXT")
     elif opening:
         notes.append(f"system: {one_line(opening[0]['content'], 200)}")
+    base_without: Callable[[], AbstractContextManager[Any]] = nullcontext
     if endpoint is not None:
-        of_name = {name: Participant(name, model, nullcontext) for name, model in endpoint.models().items()}
-        encoder = Encoder(tokenizer, run.recipe.data, run.recipe.model)
-        return ChatSession(tokenizer, encoder, of_name.get("base"), of_name["tuned"], endpoint, opening, notes)
-    if run.recipe.lora is None:
-        tuned = Participant("tuned", load_whole(run, device, tuned=True), nullcontext)
-        base = Participant("base", load_whole(run, device, tuned=False), nullcontext)
+        models: dict[str, Any] = dict(endpoint.models())
+    elif run.recipe.lora is None:
+        models = {name: load_whole(run, device, tuned=name == "tuned") for name in ("tuned", "base")}
     else:
         adapted: Any = load_adapted(run, device)
-        tuned = Participant("tuned", adapted, nullcontext)
-        base = Participant("base", adapted, adapted.disable_adapter)
-    return ChatSession(
-        tokenizer, Encoder(tokenizer, run.recipe.data, run.recipe.model), base, tuned, None, opening, notes
-    )
+        models, base_without = {"tuned": adapted, "base": adapted}, adapted.disable_adapter
+    base = Participant("base", models["base"], base_without) if "base" in models else None
+    tuned = Participant("tuned", models["tuned"], nullcontext)
+    return ChatSession(tokenizer, encoder, base, tuned, endpoint, opening, notes)
 
 
 def chat_loop(
@@ -200,27 +198,18 @@ def _run_command(session: ChatSession, settings: GenerationSettings, command: st
                     lines.append(f"{name}: {without_controls(turn['content'])}")
             return "\n".join(lines) or "nothing to show yet"
         case "/save" if argument:
-            return _save(session, Path(os.path.expanduser(argument)))
+            path, speakers = Path(os.path.expanduser(argument)), session.speakers("both")
+            rows = [{"who": one.name, "messages": [*session.opening, *one.history]} for one in speakers if one.history]
+            try:
+                if rows:
+                    with path.open("x", encoding="utf-8") as file:  # x: never overwrite a file
+                        file.write(json_lines(rows))
+            except FileExistsError:
+                return f"{path}: is there already; choose another name"
+            except OSError as error:
+                return f"{path}: could not be written: {error.strerror}"
+            return f"saved: {path} ({len(rows)} conversations)" if rows else "nothing to show yet"
     return HELP
-
-
-def _save(session: ChatSession, path: Path) -> str:
-    """Write each participant's conversation as one row. Returns the text to print."""
-    rows = [
-        {"who": one.name, "messages": [*session.opening, *one.history]}
-        for one in session.speakers("both")
-        if one.history
-    ]
-    if not rows:
-        return "nothing to show yet"
-    try:
-        with path.open("x", encoding="utf-8") as file:  # x: never overwrite a file
-            file.write(json_lines(rows))
-    except FileExistsError:
-        return f"{path}: is there already; choose another name"
-    except OSError as error:
-        return f"{path}: could not be written: {error.strerror}"
-    return f"saved: {path} ({len(rows)} conversations)"
 
 
 def converse(

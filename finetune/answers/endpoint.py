@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
@@ -51,9 +51,6 @@ READ_SHARE = 0.75  # a server that reads a smaller share of a prompt's tokens ha
 MOST_REPLY_BYTES = 16 * 2**20  # of a reply
 MOST_UNANSWERED = 8  # questions without an answer: then the server has a fault, not the questions
 LAST_REPLIES = 5.0  # seconds for requests on their way when nothing more is asked
-
-
-_Result = TypeVar("_Result")
 
 
 class NoAnswer(EnvironmentMismatch):
@@ -142,30 +139,29 @@ def reply_of(
         reply = _request(endpoint.url + path, body)
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
-    message = choice.get("message") if isinstance(choice, dict) else None
-    text, thoughts = None, None
-    calls: Any = []
-    if isinstance(message, dict):
-        text, thoughts = _text_of(message.get("content")), message.get("reasoning_content") or message.get("reasoning")
-        calls = message.get("tool_calls") or []
-        if not calls and isinstance(message.get("function_call"), dict):
-            calls = [{"function": message["function_call"]}]
+    sent = choice.get("message") if isinstance(choice, dict) else None
+    message: dict[str, Any] = sent if isinstance(sent, dict) else {}
+    text = _text_of(message.get("content"))
     if isinstance(question, Passage) and isinstance(choice, dict):
         text = _text_of(choice.get("text"))
+    function, thoughts = message.get("function_call"), message.get("reasoning_content") or message.get("reasoning")
+    calls = message.get("tool_calls") or ([{"function": function}] if isinstance(function, dict) else [])
     if isinstance(calls, list) and calls:
         text = "\n".join([text or "", *map(_written_call, calls)])
     if isinstance(thoughts, str) and thoughts:  # as the model wrote it; metrics read what follows
         text = f"<think>\n{thoughts}\n</think>\n\n{text}" if text else f"<think>\n{thoughts}"
-    elif text is None and isinstance(message, dict) and message.get("content") is None:
+    elif text is None and isinstance(sent, dict) and message.get("content") is None:
         text = ""
     page = endpoint.url + path
     if not isinstance(choice, dict) or text is None:
-        raise _no_answer(page, f"the reply has no answer in choices{_reason(reply)}")
+        raise _fault(page, f"the reply has no answer in choices{_reason(reply)}", NoAnswer)
     ending, usage = choice.get("finish_reason"), reply.get("usage")
     if str(ending).lower() in HALF_ANSWERS:
-        raise _no_answer(page, f"the server broke the answer off: {ending}")
+        raise _fault(page, f"the server broke the answer off: {ending}", NoAnswer)
     if len(text) > LETTERS_PER_TOKEN * (max_new_tokens + 50):
-        raise _no_answer(page, f"{len(text):,} letters for at most {max_new_tokens} tokens; it ignores max_tokens")
+        raise _fault(
+            page, f"{len(text):,} letters for at most {max_new_tokens} tokens; it ignores max_tokens", NoAnswer
+        )
     # A reply that was cut inside a UTF-16 pair has half of a character, which no file can hold.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
@@ -239,11 +235,11 @@ class KeptAnswers:
         self.file, self._url = file, endpoint.url
         self._answers: dict[str, Answer] = {}
         for row in read_lines(file) if file.is_file() else ():
-            key, text, read = row.get("asked"), row.get("text"), row.get("prompt_tokens")
-            if isinstance(key, str) and isinstance(text, str):
-                ended, ending = row.get("ended") is True, str(row.get("ending", ""))
-                read = read if isinstance(read, int) else None
-                self._answers[key] = Answer(text, ended, ending=ending, prompt_tokens=read)
+            text, read = row.get("text"), row.get("prompt_tokens")
+            if isinstance(text, str):
+                tokens = read if isinstance(read, int) else None
+                answer = Answer(text, row.get("ended") is True, ending=str(row.get("ending", "")), prompt_tokens=tokens)
+                self._answers[str(row.get("asked"))] = answer
 
     def find(
         self, model: str, question: Chat | Passage, max_new_tokens: int, sampling: Sampling
@@ -290,10 +286,9 @@ def endpoint_answers(
     outcomes: SimpleQueue[tuple[int, Answer | Exception]] = SimpleQueue()
 
     def request(index: int) -> None:
-        place, question = questions[index]
+        (place, question), sampling = questions[index], samplings[index]
         outcome: Answer | Exception
         try:
-            sampling = samplings[index]
             outcome = reply_of(endpoint, model, question, max_new_tokens=max_new_tokens, sampling=sampling)
         except EnvironmentMismatch as error:
             outcome = type(error)(f"{error} (asked for {place})")
@@ -390,25 +385,34 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
     opener = build_opener(_NoRedirect, *direct)
     waits, seconds = iter(WAITS), LIST_SECONDS if body is None else TIMEOUT
 
-    def exchange() -> tuple[HTTPError | None, bytes, str]:
-        """A refusal, the reply's bytes, and what its headers say that they are."""
+    def exchange(replies: SimpleQueue[tuple[BaseException | None, bytes, str]]) -> None:
+        """Put an error or a refusal, the reply's bytes, and the kind that its headers name."""
+        content = b""
         try:
             with opener.open(Request(url, data, headers), timeout=seconds) as response:
                 content = response.read(MOST_REPLY_BYTES + 1)
                 if response.length:  # http.client reads a part without an error if the limit is given
                     raise HTTPException("the reply ends early")
                 kind = (response.headers.get("Content-Type"), response.headers.get("Content-Encoding"))
-                return None, content, ", ".join(filter(None, kind))
+                replies.put((None, content, ", ".join(filter(None, kind))))
         except HTTPError as error:
-            content = b""
             with suppress(HTTPException, OSError):
                 content = error.read(MOST_REPLY_BYTES)
-            return error, content, ""
+            replies.put((error, content, ""))
+        except BaseException as error:
+            replies.put((error, b"", ""))
 
     while True:
         wait = None
+        # On a thread that is left behind if it takes longer. A socket's own limit is for each read, so a server that
+        # drips bytes would never reach it.
+        replies: SimpleQueue[tuple[BaseException | None, bytes, str]] = SimpleQueue()
+        threading.Thread(target=exchange, args=(replies,), daemon=True).start()
         try:
-            error, content, kind = _within(seconds, exchange)
+            try:
+                error, content, kind = replies.get(timeout=seconds)
+            except Empty:
+                raise TimeoutError from None
             if error is not None:
                 raise error
             reply = _object(content)
@@ -419,7 +423,8 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
             said = _reason(_object(content))
             if error.code in PASSING:
                 problem = f"{error.code} {_STATES.get(error.code, 'a fault of the server')}{said}"
-                wait = _retry_after(error.headers.get("Retry-After"))
+                after = (error.headers.get("Retry-After") or "").strip()
+                wait = min(60.0, float(after)) if after.isdecimal() else None
             elif error.code == 404 and body is not None:
                 served = []
                 with suppress(EnvironmentMismatch):
@@ -435,11 +440,10 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
                 if error.code not in OF_THE_QUESTION:
                     raise _fault(url, problem) from None
                 remedy = "if the row is too long for the server, give it a longer context, or leave the row out"
-                raise _no_answer(url, f"{problem}; {remedy}") from None
+                raise _fault(url, f"{problem}; {remedy}", NoAnswer) from None
         except TimeoutError:
-            raise _no_answer(
-                url, f"no whole reply in {seconds:g} s; ask fewer tokens (--max-new-tokens) or another server"
-            ) from None
+            problem = f"no whole reply in {seconds:g} s; ask fewer tokens (--max-new-tokens) or another server"
+            raise _fault(url, problem, NoAnswer) from None
         except (URLError, HTTPException, OSError) as error:
             reason = error.reason if isinstance(error, URLError) else error
             if isinstance(reason, TimeoutError):
@@ -453,35 +457,12 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
                 raise _fault(url, f"cannot be reached: {reason}; is the server running?") from None
         pause = next(waits, None)
         if pause is None:
-            raise _no_answer(url, f"{problem}; {len(WAITS) + 1} tries")
+            raise _fault(url, f"{problem}; {len(WAITS) + 1} tries", NoAnswer)
         time.sleep(pause if wait is None else wait)
     if reply is None:
         problem = f"the reply is no JSON object ({kind or 'of no named kind'})"
         raise _fault(url, f"{problem}; is this the address of an OpenAI-compatible API (/v1)?")
     return reply
-
-
-def _within(seconds: float, work: Callable[[], _Result]) -> _Result:
-    """`work`, on a thread that is left behind if it takes longer. Raises TimeoutError.
-
-    A socket's own limit is for each read, so a server that drips bytes would never reach it.
-    """
-    outcomes: SimpleQueue[tuple[_Result | None, BaseException | None]] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            outcomes.put((work(), None))
-        except BaseException as error:
-            outcomes.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        result, error = outcomes.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return cast("_Result", result)
 
 
 _STATES = {
@@ -508,22 +489,10 @@ def _reason(reply: Mapping[str, Any] | None) -> str:
     return f": {words}" if isinstance(words, str) and words else ""
 
 
-def _retry_after(text: str | None) -> float | None:
-    return min(60.0, float(text)) if text and text.strip().isdecimal() else None
-
-
-def _fault(url: str, problem: str) -> EnvironmentMismatch:
-    return EnvironmentMismatch(_clean(f"{url}: {problem}"))
-
-
-def _no_answer(url: str, problem: str) -> NoAnswer:
-    return NoAnswer(_clean(f"{url}: {problem}"))
-
-
-def _clean(text: str) -> str:
+def _fault(url: str, problem: str, kind: type[EnvironmentMismatch] = EnvironmentMismatch) -> EnvironmentMismatch:
     """One line of at most 400 characters without the key, which a server may repeat."""
-    key = os.environ.get(KEY, "").strip()
-    return printable(" ".join((text.replace(key, "***") if key else text).split()))[:400]
+    key, text = os.environ.get(KEY, "").strip(), f"{url}: {problem}"
+    return kind(printable(" ".join((text.replace(key, "***") if key else text).split()))[:400])
 
 
 def _is_loopback(host: str) -> bool:

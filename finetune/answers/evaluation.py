@@ -1,6 +1,6 @@
 """`finetune eval`: held-out loss, scored answers and benchmarks of the base and the tuned model.
 
-`evaluate_finished` loads each model once and asks it the questions of the request: HeldOutLoss, Scores, General.
+`evaluate_finished` loads each model once and asks it the questions of the request: HeldOutLoss, OptionScores, Scores.
 """
 
 from __future__ import annotations
@@ -8,22 +8,20 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
-import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from finetune.answers.by_ranks import Computing, computing_ranks, models_by_ranks
+from finetune.answers.by_ranks import Computing, batching_of, computing_ranks, models_by_ranks
 from finetune.answers.endpoint import Endpoint, KeptAnswers, endpoint_answers, server_notes
-from finetune.answers.eval_request import EvalRequest, refuse_unknown_thresholds
-from finetune.answers.lm_eval_tasks import task_figures, tasks_in_words
-from finetune.answers.options import given_options
+from finetune.answers.lm_eval_tasks import task_figures
+from finetune.answers.options import OptionScores, given_options
 from finetune.answers.own_scorer import OwnScorer
+from finetune.answers.requests import EvalRequest
 from finetune.answers.scores import (
     BELOW_THRESHOLD,
     QuestionResult,
@@ -45,11 +43,11 @@ from finetune.finished_run import (
     load_run_tokenizer,
     recipe_of_run,
 )
-from finetune.generation.generate import Answer, may_share_a_batch
+from finetune.generation.generate import Answer
 from finetune.generation.held_out import (
     Batching,
     ScoredSet,
-    conversations,
+    conversation,
     generated_answers,
     held_out_set,
     scores_on_all,
@@ -58,12 +56,11 @@ from finetune.hand_over.export_step import run_at
 from finetune.launch.launcher import Launch
 from finetune.measure.metrics import evaluation_in_words
 from finetune.model.build import attention_name
-from finetune.model.dtypes import COMPUTE
 from finetune.model.new_tokens import load_tokenizer
 from finetune.run_folder.facts import EVAL_KEPT, read_run, require_run_folder
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
 from finetune.scoring.general import general_rows, general_scores
-from finetune.scoring.metrics import Metric
+from finetune.scoring.metrics import Metric, Scored
 from finetune.strategies.assemble import Assembled
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import Encoder, RowError
@@ -72,7 +69,6 @@ from finetune.training.loop import evaluate
 from finetune.training.objectives import objective_of
 from finetune.wording import counted
 
-WHY_NO_LOSS = "held-out loss: not measured again, because a loss of preferences compares with the run's own start"
 _Say = Callable[[str], None]
 
 
@@ -103,8 +99,8 @@ def evaluate_finished(
     if request.endpoint is not None and (request.tasks or not request.generate):
         remedy = "lm-eval asks servers itself (--model local-chat-completions)" if request.tasks else "leave it out"
         raise FinetuneError(f"{'--tasks' if request.tasks else '--loss-only'}: needs the model, not a server; {remedy}")
+    option = "--tasks" if request.tasks else "--endpoint"
     if launch is not None and launch.world_size > 1 and (request.tasks or request.endpoint is not None):
-        option = "--tasks" if request.tasks else "--endpoint"
         raise FinetuneError(f"{option}: is asked by one process; {launch.world_size} were started")
     with ExitStack() as stack:
         computing = stack.enter_context(computing_ranks(lambda: recipe_of_run(require_run_folder(run_dir)), launch))
@@ -122,7 +118,6 @@ def evaluate_finished(
         return {}
     if request.tasks:
         result["tasks"] = task_figures(run, computing.device, request, say)
-        say(tasks_in_words(result["tasks"]))
     if kept := keeps_earlier(folder, result, request.limit):
         say(kept)
     elif (file := write_eval(folder, result, rows)) is not None:
@@ -131,20 +126,6 @@ def evaluate_finished(
         say("\n".join(missed))
         result |= {"ok": False, "exit_code": BELOW_THRESHOLD}
     return result
-
-
-class Question(Protocol):
-    """Something that is asked of the base and of the tuned model."""
-
-    @property
-    def key(self) -> str:
-        """Its place in eval.json."""
-
-    def ask(self, model: Assembled, name: str, show: _Say) -> Any:
-        """One model's loss, or its answers, on every rank. `name` is base or tuned."""
-
-    def compare(self, base: Any, tuned: Any) -> QuestionResult:
-        """Both models' losses or answers side by side."""
 
 
 def measure(
@@ -178,7 +159,8 @@ def measure(
         if recipe.preferences is not None and prepared is not None:
             recorded = read_run(run.folder, recipe).exported_eval()
             wrote = f"; of these weights the run itself wrote {evaluation_in_words(recorded)}" if recorded else ""
-            say(f"{WHY_NO_LOSS}{wrote}")
+            no_loss = "not measured again, because a loss of preferences compares with the run's own start"
+            say(f"held-out loss: {no_loss}{wrote}")
             if recorded:
                 rewards = {name: recorded[name] for name in ("reward_accuracy", "reward_margin") if name in recorded}
                 result["held_out"] = {"recorded": recorded["loss"], **rewards}
@@ -207,7 +189,7 @@ def _model_answers(
 
         with fitting(computing.device, run, computing.ranks.world):
             for question in questions:
-                if name == "tuned" and isinstance(question, Scores | General) and computing.sharding is None:
+                if name == "tuned" and isinstance(question, Scores) and computing.sharding is None:
                     answer_with_fewer_kernels(model.unwrapped_model)
                 answers[question.key][name] = question.ask(model, name, show_model)
         del model  # the next one takes its place on the device
@@ -225,11 +207,8 @@ def _server_answers(
     answers: dict[str, dict[str, Any]] = {question.key: {"base": None} for question in questions}
     for question in questions:
         scored_set = question.scored_set
-        if isinstance(question, General):
-            requests = [(prompt.prompt, _plain_question(encoder, prompt.prompt)) for prompt in scored_set.prompts]
-        else:
-            chats = conversations(run.recipe, encoder, scored_set)
-            requests = [(item.place, chat) for item, chat in zip(scored_set.items, chats, strict=True)]
+        rows = zip(scored_set.items, scored_set.contents, strict=True)
+        requests = [(item.place, conversation(content, encoder)) for item, content in rows]
         for name, model in endpoint.models().items():
 
             def show_model(text: str, name: str = name, rows: str = scored_set.name) -> None:
@@ -248,12 +227,6 @@ def _server_answers(
     return answers
 
 
-def _plain_question(encoder: Encoder, text: str) -> Chat | Passage:
-    if encoder.has_template:
-        return Chat([{"role": "user", "content": text}], None, [False], encoder.variables_for_server())
-    return Passage(text, "")
-
-
 def _questions(
     run: FinishedRun, computing: Computing, prepared: Prepared | None, request: EvalRequest, say: _Say
 ) -> list[Question]:
@@ -261,9 +234,7 @@ def _questions(
     recipe, questions, measured = run.recipe, list[Question](), list[str]()
     tokenizer = load_run_tokenizer(run)
     encoder = Encoder(tokenizer, recipe.data, recipe.model)
-    shared = may_share_a_batch(read_run(run.folder, recipe).receipt.get("probe") or {})
-    arithmetic = partial(_arithmetic, run.recipe.training.mixed_precision, computing)
-    batching = Batching(shared, computing.device, computing.ranks, computing.sharding is not None)
+    batching = batching_of(run, computing)
     if request.endpoint is None and recipe.preferences is None and prepared is not None and prepared.eval is not None:
         questions.append(HeldOutLoss(run, computing, prepared))
     if request.generate:
@@ -276,13 +247,13 @@ def _questions(
                 metrics=request.metrics,
                 limit=request.limit,
                 max_new_tokens=request.max_new_tokens,
+                contents=True,
             )
-            if request.endpoint is None and (
-                options := given_options(run, computing, encoder, scored_set, arithmetic, say)
-            ):
+            options = given_options(run, computing, encoder, scored_set, say) if request.endpoint is None else None
+            if options is not None:
                 questions.append(options)
                 measured.append(options.key)
-            questions.append(Scores(tokenizer, batching, scored_set, say))
+            questions.append(Scores("scores", tokenizer, batching, scored_set, say))
             measured += [metric.name for metric in scored_set.metrics]
         except FinetuneError as error:
             # Texts without answers have a loss, and nothing to generate. Only a wish for scores makes that a mistake.
@@ -296,9 +267,22 @@ def _questions(
                 raise
             say(f"no answers are scored: {error}")
     if request.general:
-        questions.append(General(tokenizer, batching, _general_set(encoder), say))
+        rows = general_rows()
+        try:
+            prompts = [encoder.sample_prompt(row.prompt) for row in rows]
+        except RowError as error:
+            raise FinetuneError(f"--general: the chat template refuses a plain question: {error}") from None
+        items, contents = [Scored(row.item.reference, row.prompt) for row in rows], list[Chat | Passage]()
+        for row in rows:  # as a server is asked
+            turns = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": ""}]
+            chat = Chat(turns, None, [False, True], recipe.data.chat_template_kwargs)
+            contents.append(chat if encoder.has_template else Passage(row.prompt, ""))
+        general = ScoredSet("general questions", prompts, items, [], GENERAL_TOKENS, [], contents)
+        questions.append(Scores("general", tokenizer, batching, general, say))
         measured.append("general")
-    refuse_unknown_thresholds(request.fail_under, measured)
+    if unknown := [name for name in request.fail_under if name not in measured]:
+        names = ", ".join(measured) or "none"
+        raise FinetuneError(f"--fail-under {unknown[0]}: is not measured here; measured are {names}")
     return questions
 
 
@@ -318,7 +302,7 @@ class HeldOutLoss:
         accelerator = computing.accelerator or Accelerator(cpu=computing.device.type == "cpu")
         flat, ranks = attention_name(recipe) == attention.NAME, computing.ranks
         plan = plan_batches(recipe, len(self.prepared.train), world_size=ranks.world, rank=ranks.rank, flat=flat)
-        with _arithmetic(recipe.training.mixed_precision, computing):
+        with computing.autocast(recipe):
             try:
                 return evaluate(accelerator, model.model, rows, plan, objective_of(recipe), show=show)["loss"]
             except NotFinite:  # its text is about a training
@@ -331,25 +315,32 @@ class HeldOutLoss:
     def compare(self, base: float, tuned: float) -> QuestionResult:
         assert self.prepared.eval is not None
         exported = read_run(self.run.folder, self.run.recipe).exported_eval()
-        figures = {
+        figures: dict[str, Any] = {
             "documents": self.prepared.facts["eval_documents"],
             "tokens": int(self.prepared.eval.supervised.sum()),
-            "base": {"loss": base, "perplexity": _perplexity(base)},
-            "tuned": {"loss": tuned, "perplexity": _perplexity(tuned)},
+            # exp(710) overflows a double.
+            "base": {"loss": base, "perplexity": math.exp(min(base, 700.0))},
+            "tuned": {"loss": tuned, "perplexity": math.exp(min(tuned, 700.0))},
             "recorded": exported["loss"] if exported else None,
         }
-        return QuestionResult(figures, held_out_in_words(figures))
+        documents, tokens = counted(figures["documents"], "held-out document"), figures["tokens"]
+        lines = [f"{documents}, {counted(tokens, 'supervised token')}:", f"{'':8}{'loss':>9}{'perplexity':>13}"]
+        for name in ("base", "tuned"):
+            lines.append(f"{name:8}{figures[name]['loss']:>9.4f}{figures[name]['perplexity']:>13.2f}")
+        if figures["recorded"] is not None:
+            lines.append(f"of these weights the run itself wrote {figures['recorded']:.4f}")
+        return QuestionResult(figures, "\n".join(lines))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scored answers to held-out rows, or to the rows of a file."""
+    """Scored answers to held-out rows, to the rows of a file, or to general questions: what was forgotten?"""
 
+    key: Literal["scores", "general"]
     tokenizer: PreTrainedTokenizerBase
     batching: Batching
     scored_set: ScoredSet
     say: _Say
-    key = "scores"
 
     def ask(self, model: Assembled, name: str, show: _Say) -> list[Answer]:
         return generated_answers(model.unwrapped_model, self.tokenizer, self.scored_set, self.batching, show, self.say)
@@ -357,8 +348,18 @@ class Scores:
     def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
         """Without the base's answers, the tuned model's scores alone."""
         scored_set, answers = self.scored_set, {"tuned": tuned} if base is None else {"base": base, "tuned": tuned}
+        texts = [[answer.text for answer in replies] for replies in answers.values()]
+        if self.key == "general":
+            questions = general_rows()
+            shares = [general_scores(questions, of_model) for of_model in texts]
+            kinds = {}
+            for kind in dict.fromkeys(row.kind for row in questions):
+                places = [place for place, row in enumerate(questions) if row.kind == kind]
+                kinds[kind] = compared(*([scores[place] for place in places] for scores in shares))
+            figures = {"rows": len(questions), "all": compared(*shares, answers=texts), "kinds": kinds}
+            return QuestionResult(figures, general_in_words(figures))
         scored = {name: scores_on_all(scored_set, replies, self.batching.ranks) for name, replies in answers.items()}
-        metrics, texts = {}, [[answer.text for answer in replies] for replies in answers.values()]
+        metrics = {}
         for metric in scored_set.metrics:
             by_model = [scores[metric.name] for scores in scored.values()]
             metrics[metric.name] = {**metric.options, **compared(*by_model, answers=texts)}
@@ -381,60 +382,4 @@ class Scores:
         return QuestionResult(figures, scores_in_words(figures), rows)
 
 
-@dataclass(frozen=True)
-class General:
-    """Answers to general questions: what was forgotten?"""
-
-    tokenizer: PreTrainedTokenizerBase
-    batching: Batching
-    scored_set: ScoredSet
-    say: _Say
-    key = "general"
-
-    def ask(self, model: Assembled, name: str, show: _Say) -> list[Answer]:
-        return generated_answers(model.unwrapped_model, self.tokenizer, self.scored_set, self.batching, show, self.say)
-
-    def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
-        questions = general_rows()
-        texts = [[answer.text for answer in replies] for replies in (base, tuned) if replies is not None]
-        scored = [general_scores(questions, answers) for answers in texts]
-        kinds = {}
-        for kind in dict.fromkeys(row.kind for row in questions):
-            places = [place for place, row in enumerate(questions) if row.kind == kind]
-            kinds[kind] = compared(*([scores[place] for place in places] for scores in scored))
-        figures = {"rows": len(questions), "all": compared(*scored, answers=texts), "kinds": kinds}
-        return QuestionResult(figures, general_in_words(figures))
-
-
-def _general_set(encoder: Encoder) -> ScoredSet:
-    """The general questions as prompts. Raises FinetuneError if the chat template refuses one."""
-    rows = general_rows()
-    try:
-        prompts = [encoder.sample_prompt(row.prompt) for row in rows]
-    except RowError as error:
-        raise FinetuneError(f"--general: the chat template refuses a plain question: {error}") from None
-    return ScoredSet("general questions", prompts, [row.item for row in rows], [], GENERAL_TOKENS)
-
-
-def _arithmetic(mixed_precision: str, computing: Computing) -> AbstractContextManager[Any]:
-    """The autocast of the training's own evaluations. A sharding strategy's model computes in its own number format."""
-    compute = COMPUTE[mixed_precision]
-    if compute is None or computing.sharding is not None:
-        return nullcontext()
-    return torch.autocast(computing.device.type, compute)
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))  # exp(710) overflows a double
-
-
-def held_out_in_words(figures: dict[str, Any]) -> str:
-    """A table, and the run's own figure."""
-    documents = counted(figures["documents"], "held-out document")
-    tokens = counted(figures["tokens"], "supervised token")
-    lines = [f"{documents}, {tokens}:", f"{'':8}{'loss':>9}{'perplexity':>13}"]
-    for name in ("base", "tuned"):
-        lines.append(f"{name:8}{figures[name]['loss']:>9.4f}{figures[name]['perplexity']:>13.2f}")
-    if figures["recorded"] is not None:
-        lines.append(f"of these weights the run itself wrote {figures['recorded']:.4f}")
-    return "\n".join(lines)
+Question = HeldOutLoss | OptionScores | Scores

@@ -27,7 +27,7 @@ from finetune.wording import counted
 
 Keep = Literal["right", "pairs", "judged", "all"]
 ROW_FORMATS = {"right": "messages", "all": "messages", "pairs": "preference", "judged": "kto"}
-GRAM = 3  # letters whose sets are compared to find near copies
+GRAM, NEAR = 3, 0.9  # letters whose sets are compared to find near copies, and the share that two copies have in common
 Line = Mapping[str, Any]
 _Answer = Mapping[str, Any]
 
@@ -40,7 +40,6 @@ class KeepOptions:
     at_least: float = 1.0  # score of a right answer
     per_prompt: int | None = None  # rows of a prompt, of each label; None: 1 of right and pairs, else all
     pick: Literal["shortest", "random"] = "random"
-    near: float = 0.9  # share of common letter triples from which two answers are copies; above 1: none is
     leave_out: Sequence[str] = ()  # prompts whose answers are always or never right
     thoughts: bool = True
 
@@ -72,8 +71,8 @@ def kept_rows(
     for line in lines:
         answers = line["answers"]
         scored = [index for index, answer in enumerate(answers) if answer["score"] is not None]
-        if len(scored) < len(answers):
-            left_out["the scorer failed"] += len(answers) - len(scored)
+        if failed := failures(line):
+            left_out["the scorer failed"] += len(failed)
         if not scored:
             continue
         right = {index: options.is_right(answers[index]) for index in scored}
@@ -93,7 +92,7 @@ def kept_rows(
             if not reason and options.keep in ("pairs", "judged") and len(verdicts[_question_in(line), text]) == 2:
                 reason = "called right and wrong for one question"
             texts = (_shown(answers[kept], options) for kept in usable[label])
-            if not reason and any(near_copies(text, other, options.near) for other in texts):
+            if not reason and any(near_copies(text, other) for other in texts):
                 reason = "near copies of another one"
             if reason:
                 left_out[reason] += 1
@@ -143,18 +142,11 @@ def _question_in(line: Line) -> str:
     return json.dumps(line["question"], sort_keys=True)
 
 
-def near_copies(text: str, other: str, near: float) -> bool:
-    """Whether two answers have the same words, or share `near` of their letter triples (Jaccard).
-
-    With `near` = 1 only the words are compared, without case and punctuation. Above 1, no answer is a copy.
-    """
-    if near > 1:
-        return False
+def near_copies(text: str, other: str) -> bool:
+    """Whether two answers have the same words, or share NEAR of their letter triples (Jaccard)."""
     first, second = normalized(text), normalized(other)
-    if first == second or near == 1:
-        return first == second
     grams, others = ({text[at : at + GRAM] for at in range(len(text) - GRAM + 1)} for text in (first, second))
-    return len(grams & others) >= near * len(grams | others) > 0
+    return first == second or len(grams & others) >= NEAR * len(grams | others) > 0
 
 
 def answered(question: Mapping[str, Any], text: str) -> dict[str, Any]:
@@ -194,12 +186,11 @@ def sampled_figures(lines: Sequence[Line], options: KeepOptions) -> dict[str, An
     right = [[options.is_right(answer) for answer in line["answers"] if answer["score"] is not None] for line in lines]
     right = [verdicts for verdicts in right if verdicts]
     count = len(lines[0]["answers"])
-    ks = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
+    ks = sorted({*(2**power for power in range(count.bit_length())), count})
     chances = {k: [pass_at(sum(prompt), len(prompt), k) for prompt in right if len(prompt) >= k] for k in ks}
     lengths: dict[str, dict[str, float]] = {}
     for name, is_right in (("right", True), ("wrong", False)):
-        tokens = [answer["tokens"] for answer in scored if options.is_right(answer) is is_right]
-        if tokens:
+        if tokens := [answer["tokens"] for answer in scored if options.is_right(answer) is is_right]:
             lengths[name] = {"answers": len(tokens), "median": median(tokens), "longest": max(tokens)}
     return {
         "prompts": len(lines),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from finetune.answers.eval_request import EvalRequest
+from finetune.answers.requests import EvalRequest
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.finished_run import FinishedRun, fitting, load_run_tokenizer, models_of
 from finetune.generation.generate import end_tokens, without_settings
+from finetune.library_errors import library_errors
 from finetune.wording import install_command
 
 
@@ -23,7 +24,7 @@ def task_figures(
     compare likelihoods (multiple choice) do not: with a template, scores fall for reasons other than skill.
 
     Args:
-        say: Receives a line about the chat template. Few-shot examples are then turns.
+        say: Receives a line about the chat template, and the figures. Few-shot examples are turns under a template.
 
     Raises:
         EnvironmentMismatch: lm-eval is not installed, or a task's data cannot be fetched.
@@ -48,16 +49,19 @@ def task_figures(
         reason = " ".join(str(error).split())[:300]
         return EnvironmentMismatch(f"--tasks: lm-eval could not run {', '.join(tasks)}: {reason}")
 
-    try:
+    with library_errors(mistake):
         loaded = manager.load(manager.match_tasks(tasks))["tasks"]
-    except (OSError, ValueError) as error:
-        raise mistake(error) from error
     templated = {}
     for name, task in loaded.items():
         generates = task.OUTPUT_TYPE == "generate_until"
         uses = generates if request.chat_template is None else request.chat_template
         templated[name] = bool(tokenizer.chat_template) and uses
-    say(_template_in_words(templated))
+    parts = []
+    for uses, words in ((True, "used for"), (False, "not used for")):
+        if names := [name for name, used in templated.items() if used is uses]:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            parts.append(f"{words} {', '.join(names[:4])}{more}")
+    say(f"chat template: {'; '.join(parts)} (--chat-template or --no-chat-template changes it)")
     figures: dict[str, Any] = {"chat_template": templated}
     for which, model in models_of(run, device, with_loss=False):
         language_model = HFLM(pretrained=model, tokenizer=tokenizer, device=str(device))
@@ -67,19 +71,16 @@ def task_figures(
             if not names:
                 continue
             ends = {"eos_token_id": end_tokens(model, tokenizer) or None, "pad_token_id": tokenizer.pad_token_id}
-            with fitting(device, run), without_settings(model, **ends):
-                try:
-                    evaluation = simple_evaluate(
-                        language_model,
-                        tasks=names,
-                        task_manager=manager,
-                        limit=request.limit,
-                        log_samples=False,
-                        apply_chat_template=uses_template,
-                        fewshot_as_multiturn=uses_template,
-                    )
-                except (OSError, ValueError) as error:
-                    raise mistake(error) from error
+            with fitting(device, run), without_settings(model, **ends), library_errors(mistake):
+                evaluation = simple_evaluate(
+                    language_model,
+                    tasks=names,
+                    task_manager=manager,
+                    limit=request.limit,
+                    log_samples=False,
+                    apply_chat_template=uses_template,
+                    fewshot_as_multiturn=uses_template,
+                )
             # lm-eval's keys are "metric,filter", with "none" for no filter: acc,none. Other keys hold names and counts.
             figures[which] |= {
                 task: {
@@ -90,26 +91,9 @@ def task_figures(
                 for task, values in evaluation["results"].items()
             }
         del model, language_model  # the next one takes its place on the device
-    return figures
-
-
-def _template_in_words(templated: Mapping[str, bool]) -> str:
-    """A line that names the tasks with and without the chat template."""
-    parts = []
-    for uses, words in ((True, "used for"), (False, "not used for")):
-        names = [name for name, used in templated.items() if used is uses]
-        if names:
-            shown = ", ".join(names[:4])
-            if len(names) > 4:
-                shown += f" and {len(names) - 4} more"
-            parts.append(f"{words} {shown}")
-    return f"chat template: {'; '.join(parts)} (--chat-template or --no-chat-template changes it)"
-
-
-def tasks_in_words(figures: dict[str, Any]) -> str:
-    """A line for each task and metric, base and tuned side by side."""
     lines = [f"{'task':24}{'metric':24}{'base':>10}{'tuned':>10}"]
     for task, metrics in figures["tuned"].items():
         for metric, value in metrics.items():
             lines.append(f"{task:24}{metric:24}{figures['base'][task][metric]:>10.4f}{value:>10.4f}")
-    return "\n".join(lines)
+    say("\n".join(lines))
+    return figures

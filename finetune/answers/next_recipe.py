@@ -53,7 +53,8 @@ def next_recipe(
     if objective != recipe.training.objective:
         for key in ("dpo", "kto"):
             values.pop(key, None)
-        training |= {"objective": objective, "learning_rate": usual_rate(None, _method(recipe), objective)}
+        rate = usual_rate(None, "full" if recipe.lora is None else "lora", objective)
+        training |= {"objective": objective, "learning_rate": rate}
     batch = recipe.training.global_batch_size
     if len(rows) < batch and recipe.training.per_device_batch_size in (1, "auto"):
         training["global_batch_size"] = max(2, len(rows) // 4)
@@ -93,27 +94,15 @@ def next_recipe(
     values["output_dir"] = str(folder)
     made = Recipe.model_validate(values)  # our own text must be a valid recipe
     head = f"# Trains on {counted(len(rows), 'row')} of {file.name}, which finetune sample kept.\n"
-    longest = min(_longest(reads, made), positions_of(recipe) or sys.maxsize)
+    encoder, longest = Encoder(load_run_tokenizer(reads), made.data, made.model), 0
+    for row in RowReader(resolve(made.data.train[0])).rows():
+        with suppress(RowError):  # the training says so
+            documents = encoder.documents(row.read) if row.read is not None else []
+            longest = max([longest, *(len(document.input_ids) for document in documents)])
+    longest = min(longest, positions_of(recipe) or sys.maxsize)
     if longest > recipe.data.max_length:
         data["max_length"] = longest
         head += f"# data.max_length: the longest row's; the answers' recipe has {recipe.data.max_length:,}.\n"
     if recipe.run.storage is not None:
         head += "# run.storage is left out: each run needs a place of its own.\n"
     return head + str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-
-
-def _longest(reads: FinishedRun, made: Recipe) -> int:
-    """Tokens of the longest document that the recipe trains on."""
-    encoder = Encoder(load_run_tokenizer(reads), made.data, made.model)
-    longest = 0
-    for row in RowReader(resolve(made.data.train[0])).rows():
-        with suppress(RowError):  # the training says so
-            documents = encoder.documents(row.read) if row.read is not None else []
-            longest = max([longest, *(len(document.input_ids) for document in documents)])
-    return longest
-
-
-def _method(recipe: Recipe) -> Any:
-    if recipe.lora is None:
-        return "full"
-    return "lora" if recipe.quantization is None else "qlora"

@@ -10,8 +10,7 @@ yes is (0.8 - 1)^2 + (0.2 - 0)^2 = 0.08: 0 is best, 2 is worst.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from finetune.architecture import attention
 from finetune.data.chat import Chat, Passage, last_answer
 from finetune.errors import NotFinite
 from finetune.finished_run import FinishedRun
-from finetune.generation.held_out import ScoredSet, last_answer_turn, row_contents
+from finetune.generation.held_out import ScoredSet, last_answer_turn
 from finetune.model.build import attention_name
 from finetune.scoring.intervals import interval
 from finetune.scoring.metrics import options_among
@@ -44,7 +43,6 @@ class OptionScores:
     """Every option of every row as a document. `ask` gives their probabilities."""
 
     run: FinishedRun
-    arithmetic: Callable[[], AbstractContextManager[Any]]  # a training evaluation's autocast
     computing: Computing
     name: str  # of the rows
     options: Sequence[str]
@@ -62,14 +60,12 @@ class OptionScores:
         lengths = np.asarray([len(ids) for ids, _ in self.encoded])
         flat = attention_name(recipe) == attention.NAME
         plan = plan_batches(recipe, len(lengths), world_size=ranks.world, rank=ranks.rank, flat=flat)
-        groups = (
-            pack(lengths, max(recipe.data.max_length, int(lengths.max())))
-            if flat
-            else [[at] for at in range(len(lengths))]
-        )
+        groups = [[place] for place in range(len(lengths))]
+        if flat:
+            groups = pack(lengths, max(recipe.data.max_length, int(lengths.max())))
         batches = answer_batches(replace(plan, per_device_batch_size=1), self, groups)
         sums = np.zeros(len(lengths))
-        with torch.no_grad(), self.arithmetic():
+        with torch.no_grad(), self.computing.autocast(recipe):
             on_device = prefetch([inputs.batch for inputs in batches], self.computing.device, True)
             for number, (batch, inputs) in enumerate(zip(on_device, batches, strict=True), 1):
                 show(f"given answers: micro-batch {number} of {len(batches)}")
@@ -87,14 +83,26 @@ class OptionScores:
         models = {"base": probabilities(base), "tuned": probabilities(tuned)}
         mass = {"base": float(np.exp(base).sum(axis=1).mean()), "tuned": float(np.exp(tuned).sum(axis=1).mean())}
         hits = {name: (shares.argmax(axis=1) == right).astype(float).tolist() for name, shares in models.items()}
-        figures = {
+        figures: dict[str, Any] = {
             "data": self.name,
             "rows": len(right),
             "options": list(self.options),
             "accuracy": compared(hits["base"], hits["tuned"]),
             **{name: probability_figures(shares, right) | {"mass": mass[name]} for name, shares in models.items()},
         }
-        return QuestionResult(figures, options_in_words(figures))
+        lines = [
+            f"{counted(len(right), 'question')} of {self.name} with {len(self.options)} given answers, by their "
+            "probability:",
+            f"{'':8}{'right':>7}{'95 %':>17}{'Brier':>9}{'95 %':>17}{'calibration error':>20}{'mass':>7}",
+        ]
+        for name in models:
+            hit, brier, error = figures["accuracy"][name], figures[name]["brier"], figures[name]["calibration_error"]
+            lines.append(
+                f"{name:8}{hit['mean']:>7.3f}   [{hit['low']:.3f}, {hit['high']:.3f}]{brier['mean']:>9.3f}   "
+                f"[{brier['low']:.3f}, {brier['high']:.3f}]{error:>20.3f}{mass[name]:>7.0%}"
+            )
+        lines.append(score_verdict("right", figures["accuracy"], len(right)))
+        return QuestionResult(figures, "\n".join(lines))
 
 
 def probabilities(sums: np.ndarray) -> np.ndarray:
@@ -134,37 +142,18 @@ def probability_figures(shares: np.ndarray, right: np.ndarray) -> dict[str, Any]
     }
 
 
-def options_in_words(figures: Mapping[str, Any]) -> str:
-    """A heading, a line for each model, and a sentence."""
-    lines = [
-        f"{counted(figures['rows'], 'question')} of {figures['data']} with {len(figures['options'])} given answers, by "
-        "their probability:",
-        f"{'':8}{'right':>7}{'95 %':>17}{'Brier':>9}{'95 %':>17}{'calibration error':>20}{'mass':>7}",
-    ]
-    for name in ("base", "tuned"):
-        right, brier = figures["accuracy"][name], figures[name]["brier"]
-        lines.append(
-            f"{name:8}{right['mean']:>7.3f}   [{right['low']:.3f}, {right['high']:.3f}]{brier['mean']:>9.3f}   "
-            f"[{brier['low']:.3f}, {brier['high']:.3f}]{figures[name]['calibration_error']:>20.3f}"
-            f"{figures[name]['mass']:>7.0%}"
-        )
-    return "\n".join([*lines, score_verdict("right", figures["accuracy"], figures["rows"])])
-
-
 def given_options(
     run: FinishedRun,
     computing: Computing,
     encoder: Encoder,
     scored_set: ScoredSet,
-    arithmetic: Callable[[], AbstractContextManager[Any]],
     say: Callable[[str], None],
 ) -> OptionScores | None:
     """The options of these rows: those of eval.options, or their own answers if those are few, short and repeated.
 
     None if there are none, or a row has another answer, which is said.
     """
-    contents = row_contents(run.recipe, encoder, scored_set)
-    answers = [last_answer(content) for content in contents]
+    answers = [last_answer(content) for content in scored_set.contents]
     options = [*run.recipe.eval.options]
     if options:
         wrong = [item.place for item, answer in zip(scored_set.items, answers, strict=True) if answer not in options]
@@ -176,34 +165,25 @@ def given_options(
         if not options:
             return None
     encoded: list[IdsAndLabels] = []
-    try:
-        for content in contents:
-            encoded += _encoded(content, options, encoder)
-    except RowError as error:  # an option makes the row longer than data.max_length
-        say(f"given answers: not scored by probability; {error}")
-        return None
+    for content in scored_set.contents:
+        # The row with each option in the place of its answer. Only the option and the end of its turn are supervised.
+        if isinstance(content, Passage):
+            rows: list[Chat | Passage] = [Passage(content.prompt, option) for option in options]
+        else:
+            last = last_answer_turn(content)
+            turns = [[*content.messages[:last], content.messages[last] | {"content": option}] for option in options]
+            rows = [replace(content, messages=messages, supervised=[False] * last + [True]) for messages in turns]
+        # Together, so that all of them begin with the same tokens.
+        try:
+            documents = encoder.tokenised([[encoder.script(row) for row in rows]])[0]
+        except RowError as error:
+            documents = error
+        if isinstance(documents, RowError):  # an option makes the row longer than data.max_length
+            say(f"given answers: not scored by probability; {documents}")
+            return None
+        for document in documents:
+            ids, labels = np.asarray(document.input_ids), np.asarray(document.labels)
+            labels[: len(encoder.prompt_of(ids, labels).prompt_ids)] = IGNORE
+            encoded.append((ids, labels))
     right = [options.index(answer) for answer in answers]
-    return OptionScores(run, arithmetic, computing, scored_set.name, options, right, encoded)
-
-
-def _encoded(content: Chat | Passage, options: Sequence[str], encoder: Encoder) -> list[IdsAndLabels]:
-    """The row with each option in the place of its answer. Only the option and the end of its turn are supervised."""
-    rows: list[Chat | Passage] = (
-        [Passage(content.prompt, option) for option in options] if isinstance(content, Passage) else []
-    )
-    if isinstance(content, Chat):
-        last = last_answer_turn(content)
-        flags = [False] * last + [True]
-        for option in options:
-            messages = [*content.messages[:last], content.messages[last] | {"content": option}]
-            rows.append(replace(content, messages=messages, supervised=flags))
-    # Together, so that all of them begin with the same tokens.
-    documents = encoder.tokenised([[encoder.script(row) for row in rows]])[0]
-    if isinstance(documents, RowError):
-        raise documents
-    encoded = []
-    for document in documents:
-        ids, labels = np.asarray(document.input_ids), np.asarray(document.labels)
-        labels[: len(encoder.prompt_of(ids, labels).prompt_ids)] = IGNORE
-        encoded.append((ids, labels))
-    return encoded
+    return OptionScores(run, computing, scored_set.name, options, right, encoded)

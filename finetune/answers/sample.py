@@ -14,25 +14,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import stat
+import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from finetune.answers.by_ranks import Computing, computing_ranks, models_by_ranks
+from finetune.answers.by_ranks import batching_of, computing_ranks, models_by_ranks
 from finetune.answers.endpoint import KeptAnswers, endpoint_answers, server_notes
 from finetune.answers.kept_rows import answered, failures, kept_rows, sampled_figures
 from finetune.answers.next_recipe import next_recipe
 from finetune.answers.own_scorer import OwnScorer
-from finetune.answers.sample_source import SampleRequest, SampleSource
+from finetune.answers.requests import SampleRequest, SampleSource
 from finetune.base.identity import base_identity, content_of
 from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError
@@ -45,14 +45,16 @@ from finetune.finished_run import (
     hide_bars,
     load_run_tokenizer,
 )
-from finetune.generation.generate import MOST_BATCH_TOKENS, Answer, Sampling, may_share_a_batch
+from finetune.generation.generate import MOST_BATCH_TOKENS, Answer, Sampling
 from finetune.generation.held_out import (
     MOST_ROWS_OF_FILE,
-    Batching,
+    ScoredRow,
     ScoredSet,
-    conversations,
+    conversation,
     generated_answers,
+    held_out_rows,
     held_out_set,
+    rows_of_file,
 )
 from finetune.launch.launcher import Launch
 from finetune.library_errors import library_errors
@@ -61,7 +63,6 @@ from finetune.output_stream import one_line
 from finetune.recipe.mixed_precision import FastestFormat
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.run_folder.checkpoint import sha256_of
-from finetune.run_folder.facts import read_run
 from finetune.scoring.metrics import Metric, Unread, scores_of
 from finetune.tokens.dataset import prepare
 from finetune.tokens.encoder import Encoder
@@ -71,9 +72,9 @@ from finetune.wording import counted
 
 RECORD, ANSWERS, HELD_OUT = "sample.json", "answers.jsonl", "held_out.jsonl"
 SCORED_BY = ("checker", "rows")  # keys of the request whose change scores answers again, and draws none
-KEPT_REPLIES = "endpoint.jsonl"  # a server's answers until their prompts have all of theirs
+KEPT_REPLIES = "endpoint.jsonl"  # a server's answers until all have come
 FEWEST_FAILED = 3  # prompts whose scorer failed, before most of them end the command
-PROMPTS_TO_SERVER = 64  # prompts whose answers are requested at once
+PROMPTS_ALONE, PROMPTS_OF_RANK = 1, 4  # answered before their lines are written, by one process and by each rank
 WEAKER = ("tool_name", "json_valid")  # metrics that a wrong answer may pass
 GRADES = ("chrf",)  # metrics that no answer but the reference passes
 _Say = Callable[[str], None]
@@ -97,52 +98,92 @@ def sample_rows(
         show: Receives the progress.
         launch: This rank's launch, if there are several; every rank calls this function. Rank 0 alone writes and says.
     """
-    request.check()
     with ExitStack() as stack:
         computing = stack.enter_context(computing_ranks(lambda: _in_formats(model), launch))
+        ranks, device = computing.ranks, computing.device
         reads = _opened(source)
         # Another model answers the source's rows, by its own template.
         writer = reads if model is source else _opened(model, reads.recipe.data.train)
-        tokenizer = load_run_tokenizer(writer)
-        prompts = _prompts(request, reads, writer, Encoder(tokenizer, writer.recipe.data, writer.recipe.model))
-        for note in _notes(request, writer, prompts.scored_set):
-            say(note)
-        batching = _batching(request, writer, computing)
-        chunk = _prompts_at_once(request, writer, batching, prompts.scored_set)
-        author = _author(request, model, writer, batching, chunk)
-        checker = _checker(request, prompts.scored_set)
-        if request.scorer is not None and not computing.ranks.rank:
+        tokenizer, endpoint, dtype = load_run_tokenizer(writer), request.endpoint, writer.recipe.model.dtype
+        prompts = _prompts(request, reads, writer, Encoder(tokenizer, writer.recipe.data, writer.recipe.model), say)
+        scored_set = prompts.scored_set
+
+        # In float32 on a CPU only one prompt's answers share a batch, so that the bytes are the same in every run.
+        # In 16 bits or on a GPU the batch changes roundings, so the author's line names it.
+        is_exact = dtype == "float32" and device.type == "cpu"
+        batching = batching_of(writer, computing, alone=is_exact)
+        chunk = PROMPTS_ALONE if ranks.world == 1 else PROMPTS_OF_RANK * ranks.world
+        if batching.shared:
+            longest = max(len(scored_set.prompts[index].prompt_ids) for index in prompts.numbers)
+            tokens = request.count * (longest + scored_set.max_new_tokens)
+            chunk = max(1, MOST_BATCH_TOKENS // tokens) * ranks.world
+        author: dict[str, Any] = {"model": model.author, "dtype": dtype}
+        if endpoint is not None:
+            author = {"model": endpoint.model, "endpoint": endpoint.url}
+        elif not is_exact:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            author |= {"device": name, "prompts_together": chunk if batching.shared else 1, "ranks": ranks.world}
+
+        checker = prompts.checker
+        if request.scorer is not None and not ranks.rank:
             scorer = stack.enter_context(OwnScorer(request.scorer, request.scorer_seconds))
             checker = Metric(scorer.name, function=scorer.score)
-        file = _AnswersFile(request.folder, _facts(request, writer, author, prompts, checker), prompts, checker)
-        computing.ranks.rank_0_first(lambda: stack.enter_context(_locked(request.folder)))
-        left = computing.ranks.rank_0_first(lambda: file.begin(say))
-        chunks = [left[start : start + chunk] for start in range(0, len(left), chunk)]
-        if request.endpoint is not None:
-            replies = _server_answers(request, prompts, chunks, show, say)
-        else:
-            replies = _model_answers(writer, batching, computing, request, prompts, chunks, show, say)
-        for indices, answers in replies if chunks else ():
-            lines = []
-            for place, index in enumerate(indices):
-                of_prompt = answers[place * request.count : (place + 1) * request.count]
-                lines.append(_line(prompts, index, of_prompt, author, tokenizer))
-            computing.ranks.rank_0_first(partial(file.append, lines))
-        if computing.ranks.rank:
-            return {}
-        return _written(request, reads, prompts, file, say, has_recipe=source.kind != "model")
+        facts = _facts(request, writer, author, prompts, checker)
+        file = _AnswersFile(request.folder, facts, author, prompts, checker, tokenizer)
+        ranks.rank_0_first(lambda: stack.enter_context(_locked(request.folder)))
+        left = ranks.rank_0_first(lambda: file.begin(say))
 
+        draws = [(index, number) for index in left for number in range(request.count)]
+        repeated = [index for index in left for _ in range(request.count)]
+        if endpoint is not None and left:
+            kept, seeds = KeptAnswers(request.folder / KEPT_REPLIES, endpoint), Sampling(1.0, seed=request.seed)
+            questions = [(scored_set.items[index].place, prompts.questions[index]) for index in repeated]
+            samplings = [
+                Sampling(request.temperature, request.top_p, int(seeds.uniform(draw, 0) * 2**31)) for draw in draws
+            ]
+            answers = endpoint_answers(
+                endpoint, endpoint.model, questions, scored_set.max_new_tokens, show, kept, samplings
+            )
+            file.append(left, answers)
+            for note in server_notes(answers, [len(scored_set.prompts[index].prompt_ids) for index in repeated]):
+                say(note)
+            kept.forget()
+        elif left:
+            sampling = Sampling(request.temperature, request.top_p, request.seed) if request.temperature else None
+            for name, assembled in models_by_ranks(writer, computing, ("tuned",) if writer.trained else ("base",)):
+                # In float32 adapters are not merged, so that every strategy computes the same sums.
+                if name == "tuned" and computing.sharding is None and dtype != "float32":
+                    answer_with_fewer_kernels(assembled.unwrapped_model)
+                for start in range(0, len(left), chunk):
+                    first, end = start * request.count, (start + chunk) * request.count
 
-# Rows
+                    def show_prompt(text: str, number: int = prompts.numbers.index(left[start]) + 1) -> None:
+                        show(f"prompt {number:,} of {len(prompts.numbers):,}: {text}")
+
+                    with fitting(device, writer, ranks.world):
+                        answers = generated_answers(
+                            assembled.unwrapped_model,
+                            tokenizer,
+                            scored_set,
+                            batching,
+                            show_prompt,
+                            say,
+                            indices=repeated[first:end],
+                            sampling=sampling,
+                            draws=draws[first:end],
+                        )
+                    ranks.rank_0_first(partial(file.append, left[start : start + chunk], answers))
+        return {} if ranks.rank else _written(request, reads, file, say, has_recipe=source.kind != "model")
 
 
 @dataclass(frozen=True)
 class _Prompts:
-    """The prompts that are answered, after held-out ones were left out."""
+    """The file's rows, and those that are answered: not the held-out ones."""
 
     scored_set: ScoredSet
     questions: list[_Question]
-    numbers: list[int]  # each prompt's number in the file, which its draws depend on
+    numbers: list[int]  # of the rows that are answered; draws depend on them
+    checker: Metric  # says which answers are right: the one named, or the strictest that fits the references
     held_out: list[dict[str, Any]]  # the recipe's own held-out questions, as rows
     left_out: int  # prompts that are held out
 
@@ -157,7 +198,7 @@ def _opened(source: SampleSource, rows: list[DataSet] | None = None) -> Finished
     if rows is None:
         return run
     data = run.recipe.data.model_copy(update={"train": rows})
-    return replace(run, recipe=run.recipe.model_copy(update={"data": data}))
+    return FinishedRun(run.folder, run.recipe.model_copy(update={"data": data}), run.trained)
 
 
 def _in_formats(source: SampleSource) -> Recipe:
@@ -166,11 +207,11 @@ def _in_formats(source: SampleSource) -> Recipe:
     return source.loaded.formats_for(FastestFormat(precision, ""))[0].recipe
 
 
-def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, encoder: Encoder) -> _Prompts:
-    """Read the file's questions. Raises DataError for those that the recipe holds out."""
+def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, encoder: Encoder, say: _Say) -> _Prompts:
+    """Read the file's questions without those that the recipe holds out. Raises FinetuneError if none is left."""
     section = reads.recipe.eval.generate
     metrics = [request.metric] if request.metric is not None else [Metric.of(choice) for choice in section.choices]
-    scored_set = held_out_set(
+    whole = held_out_set(
         writer.recipe,
         encoder,
         None,
@@ -179,50 +220,50 @@ def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, en
         limit=request.limit or MOST_ROWS_OF_FILE,
         max_new_tokens=request.max_new_tokens or section.max_new_tokens,
     )
-    questions = conversations(writer.recipe, encoder, scored_set)
+    questions = [conversation(content, encoder) for content in whole.contents]
     places: dict[tuple[str, ...], str] = {}
     rows = []
     for place, question, reference in _held_out(reads):
         places.setdefault(_key(question), place)
         rows.append(answered(_question_columns(question), reference))
     held_out = [index for index, question in enumerate(questions) if _key(question) in places]
-    if held_out and not request.without_held_out:
-        raise DataError(
-            [
-                f"{scored_set.items[index].place}: is held out by the recipe ({places[_key(questions[index])]}), and "
-                "no score of it counts after training on it; remove it, or leave such rows out: --without-held-out"
-                for index in held_out[:3]
-            ],
-            len(held_out),
-            max(0, len(held_out) - 3),
-        )
     numbers = [index for index in range(len(questions)) if index not in {*held_out}]
-    if not numbers:
-        raise FinetuneError(f"{request.data}: every question is held out by the recipe; name other rows")
-    prompts, items = ([column[index] for index in numbers] for column in (scored_set.prompts, scored_set.items))
-    scored_set = replace(scored_set, prompts=prompts, items=items)  # type: ignore[arg-type]
-    return _Prompts(scored_set, [questions[index] for index in numbers], numbers, rows, len(held_out))
+    if held_out:
+        first = f"{whole.items[held_out[0]].place} is {places[_key(questions[held_out[0]])]}"
+        if not numbers:
+            raise FinetuneError(f"{request.data}: every question is held out by the recipe ({first}); name other rows")
+        say(f"{request.data}: {counted(len(held_out), 'prompt')} left out, held out by the recipe; the first: {first}")
+    for note in whole.notes:
+        say(f"{request.data}: {note}")
+    positions = positions_of(writer.recipe) if request.endpoint is None else None
+    most = (positions or sys.maxsize) - whole.max_new_tokens
+    if beyond := [index for index in numbers if len(whole.prompts[index].prompt_ids) > most]:
+        say(
+            f"{whole.items[beyond[0]].place}: with {whole.max_new_tokens:,} new tokens beyond the model's "
+            f"{positions:,} positions: {counted(len(beyond), 'prompt')}; shorten such prompts, or --max-new-tokens"
+        )
+    checker = whole.metrics[0]
+    if request.metric is None and request.scorer is None:
+        checker = next((metric for metric in whole.metrics if metric.name not in WEAKER), checker)
+        if checker.name in GRADES and request.options.keep != "all":
+            raise FinetuneError(
+                f"{request.data}: its references are long texts, and {checker.name} calls no other answer right; name "
+                "--metric, or --scorer FILE.py:FUNCTION"
+            )
+    return _Prompts(whole, questions, numbers, checker, rows, len(held_out))
 
 
 def _held_out(reads: FinishedRun) -> Iterator[tuple[str, _Question, str]]:
     """Place, question and reference of each row that the recipe evaluates by: data.eval, and eval.generate.file."""
     recipe, file = reads.recipe, reads.recipe.eval.generate.file
-    encoder = Encoder(load_run_tokenizer(reads), recipe.data, recipe.model)
-    generate = recipe.eval.generate.model_copy(update={"file": None})
-    without_file = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"generate": generate})})
-    for name in ([None] if recipe.data.eval is not None else []) + ([file] if file is not None else []):
-        prepared = prepare(recipe, load_tokenizer(recipe)) if name is None else None
-        try:
-            scored_set = held_out_set(
-                without_file, encoder, prepared, file=name, metrics=[Metric("exact")], limit=MOST_ROWS_OF_FILE
-            )
-        except DataError:
-            raise
-        except FinetuneError:  # plain texts have no questions
-            continue
-        questions = conversations(without_file, encoder, scored_set)
-        for item, question in zip(scored_set.items, questions, strict=True):
-            yield item.place, question, item.reference
+    encoder, rows = Encoder(load_run_tokenizer(reads), recipe.data, recipe.model), list[ScoredRow]()
+    if recipe.data.eval is not None:
+        prepared = prepare(recipe, load_tokenizer(recipe))
+        rows += held_out_rows(recipe, encoder, prepared, MOST_ROWS_OF_FILE, contents=True)[0]
+    if file is not None:
+        rows += rows_of_file(recipe.data.train[0], file, encoder, MOST_ROWS_OF_FILE)[0]
+    for _, item, _, content in rows:
+        yield item.place, conversation(content, encoder), item.reference
 
 
 def _key(question: _Question) -> tuple[str, ...]:
@@ -241,196 +282,33 @@ def _question_columns(question: _Question) -> dict[str, Any]:
     return {"messages": question.messages, **{name: value for name, value in columns.items() if value}}
 
 
-def _notes(request: SampleRequest, writer: FinishedRun, scored_set: ScoredSet) -> Iterator[str]:
-    """Lines about rows that were left out, and prompts that the model has no positions for."""
-    yield from (f"{request.data}: {note}" for note in scored_set.notes)
-    positions = positions_of(writer.recipe) if request.endpoint is None else None
-    most = (positions or math.inf) - scored_set.max_new_tokens
-    if beyond := [index for index, prompt in enumerate(scored_set.prompts) if len(prompt.prompt_ids) > most]:
-        yield (
-            f"{scored_set.items[beyond[0]].place}: with {scored_set.max_new_tokens:,} new tokens beyond the model's "
-            f"{positions:,} positions: {counted(len(beyond), 'prompt')}; shorten such prompts, or --max-new-tokens"
-        )
-
-
-# Answers
-
-
-def _batching(request: SampleRequest, writer: FinishedRun, computing: Computing) -> Batching:
-    """In float32 on a CPU only one prompt's answers share a batch, so that the bytes are the same in every run."""
-    is_exact = writer.recipe.model.dtype == "float32" and computing.device.type == "cpu"
-    shared = False
-    if writer.trained and not is_exact:
-        shared = may_share_a_batch(read_run(writer.folder, writer.recipe).receipt.get("probe") or {})
-    return Batching(shared, computing.device, computing.ranks, computing.sharding is not None)
-
-
-def _prompts_at_once(request: SampleRequest, writer: FinishedRun, batching: Batching, scored_set: ScoredSet) -> int:
-    """Prompts whose answers are computed before their lines are written."""
-    world = batching.ranks.world
-    if request.endpoint is not None:
-        return PROMPTS_TO_SERVER
-    if not batching.shared:
-        return world if world == 1 else 4 * world
-    longest = max(len(prompt.prompt_ids) for prompt in scored_set.prompts) + scored_set.max_new_tokens
-    return max(1, MOST_BATCH_TOKENS // (request.count * longest)) * world
-
-
-def _author(
-    request: SampleRequest, model: SampleSource, writer: FinishedRun, batching: Batching, chunk: int
-) -> dict[str, Any]:
-    """Who writes the answers; in 16 bits or on a GPU also the batch, which changes roundings."""
-    if request.endpoint is not None:
-        return {"model": request.endpoint.model, "endpoint": request.endpoint.url}
-    dtype, device = writer.recipe.model.dtype, batching.device
-    author = {"model": model.author, "dtype": dtype}
-    if dtype == "float32" and device.type == "cpu":
-        return author
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return author | {
-        "device": name,
-        "prompts_together": chunk if batching.shared else 1,
-        "ranks": batching.ranks.world,
-    }
-
-
-_Chunks = Sequence[Sequence[int]]
-_Answers = Iterator[tuple[Sequence[int], list[Answer]]]  # a chunk of prompts, and their answers on every rank
-
-
-def _draws(request: SampleRequest, prompts: _Prompts, chunk: Sequence[int]) -> list[tuple[int, int]]:
-    return [(prompts.numbers[index], number) for index in chunk for number in range(request.count)]
-
-
-def _shown(prompts: _Prompts, chunk: Sequence[int], show: _Say) -> _Say:
-    return lambda text: show(f"prompt {chunk[0] + 1:,} of {len(prompts.numbers):,}: {text}")
-
-
-def _server_answers(request: SampleRequest, prompts: _Prompts, chunks: _Chunks, show: _Say, say: _Say) -> _Answers:
-    scored_set, endpoint, seeds = prompts.scored_set, request.endpoint, Sampling(1.0, seed=request.seed)
-    assert endpoint is not None
-    kept = KeptAnswers(request.folder / KEPT_REPLIES, endpoint)
-    replies, lengths = list[Answer](), list[int]()
-    for chunk in chunks:
-        indices = [index for index in chunk for _ in range(request.count)]
-        answers = endpoint_answers(
-            endpoint,
-            endpoint.model,
-            [(scored_set.items[index].place, prompts.questions[index]) for index in indices],
-            scored_set.max_new_tokens,
-            _shown(prompts, chunk, show),
-            kept,
-            [
-                Sampling(request.temperature, request.top_p, int(seeds.uniform(draw, 0) * 2**31))
-                for draw in _draws(request, prompts, chunk)
-            ],
-        )
-        replies += answers
-        lengths += [len(scored_set.prompts[index].prompt_ids) for index in indices]
-        yield chunk, answers
-    for note in server_notes(replies, lengths):
-        say(note)
-    kept.forget()
-
-
-def _model_answers(
-    writer: FinishedRun,
-    batching: Batching,
-    computing: Computing,
-    request: SampleRequest,
-    prompts: _Prompts,
-    chunks: _Chunks,
-    show: _Say,
-    say: _Say,
-) -> _Answers:
-    tokenizer, scored_set = load_run_tokenizer(writer), prompts.scored_set
-    sampling = Sampling(request.temperature, request.top_p, request.seed) if request.temperature else None
-    for name, model in models_by_ranks(writer, computing, ("tuned",) if writer.trained else ("base",)):
-        # In float32 adapters are not merged, so that every strategy computes the same sums.
-        if name == "tuned" and computing.sharding is None and writer.recipe.model.dtype != "float32":
-            answer_with_fewer_kernels(model.unwrapped_model)
-        with fitting(computing.device, writer, computing.ranks.world):
-            for chunk in chunks:
-                repeated = [scored_set.prompts[index] for index in chunk for _ in range(request.count)]
-                answers = generated_answers(
-                    model.unwrapped_model,
-                    tokenizer,
-                    replace(scored_set, prompts=repeated),
-                    batching,
-                    _shown(prompts, chunk, show),
-                    say,
-                    sampling=sampling,
-                    draws=_draws(request, prompts, chunk),
-                )
-                yield chunk, answers
-
-
-def _line(
-    prompts: _Prompts, index: int, answers: Sequence[Answer], author: Mapping[str, Any], tokenizer: Any
-) -> dict[str, Any]:
-    """A prompt's line of answers.jsonl, before it is scored."""
-    item, special = prompts.scored_set.items[index], {*tokenizer.all_special_ids}
-    line: dict[str, Any] = {
-        "row": prompts.numbers[index],
-        "place": item.place,
-        "question": _question_columns(prompts.questions[index]),
-        "reference": item.reference,
-        "by": dict(author),
-        "answers": [],
-    }
-    for answer in answers:
-        tokens = answer.tokens or tokenizer(answer.text, add_special_tokens=False)["input_ids"]
-        line["answers"].append({"text": answer.text, "tokens": len(tokens), "ended": answer.ended})
-        if special & {*answer.tokens[: -1 if answer.ended else None]}:
-            line["answers"][-1]["control"] = True  # decoding has left them out: the text is not what the model wrote
-    return line
-
-
-# Scores
-
-
-def _checker(request: SampleRequest, scored_set: ScoredSet) -> Metric:
-    """The metric that says which answers are right: the one named, or the strictest that fits the references."""
-    if request.metric is not None or request.scorer is not None:
-        return scored_set.metrics[0]
-    strict = [metric for metric in scored_set.metrics if metric.name not in WEAKER]
-    checker = [*strict, *scored_set.metrics][0]
-    if checker.name in GRADES and request.options.keep != "all":
-        raise FinetuneError(
-            f"{request.data}: its references are long texts, and {checker.name} calls no other answer right; name "
-            "--metric, or --scorer FILE.py:FUNCTION"
-        )
-    return checker
-
-
 def _facts(
     request: SampleRequest, writer: FinishedRun, author: Mapping[str, Any], prompts: _Prompts, checker: Metric
 ) -> dict[str, Any]:
     """The request in sample.json. Answers of another request are not taken for this one's."""
-    scored_set = prompts.scored_set
+    scored_set, weights = prompts.scored_set, None
+    items = [scored_set.items[index] for index in prompts.numbers]
     name = ":".join([checker.name, *(f"{key}={value}" for key, value in sorted(checker.options.items()))])
     if request.scorer is not None:
         code = Path(os.path.expanduser(request.scorer.rpartition(":")[0]))
         name = f"{request.scorer} ({hashlib.sha256(code.read_bytes()).hexdigest()[:12]})" if code.is_file() else ""
+    # Weights are known by their content. A base that is not on this machine is known by name and revision.
+    if request.endpoint is None and writer.trained:
+        files = sorted(writer.product.glob("*.safetensors"))
+        weights = content_of(writer.product) or _digest([(file.name, sha256_of(file)) for file in files])
+    elif request.endpoint is None:
+        base = base_identity(writer.recipe.model)
+        weights = base["content"] or f"{base['name']} {base['revision']}"
     return {
         **{key: author.get(key) for key in ("model", "endpoint", "dtype")},
-        "weights": None if request.endpoint is not None else _weights(writer),
-        "prompts": _digest(prompts.numbers, [prompt.prompt_ids for prompt in scored_set.prompts]),
+        "weights": weights,
+        "prompts": _digest(prompts.numbers, [scored_set.prompts[index].prompt_ids for index in prompts.numbers]),
         "n": request.count,
         **{key: getattr(request, key) for key in ("temperature", "top_p", "seed")},
         "max_new_tokens": scored_set.max_new_tokens,
         "checker": name,
-        "rows": _digest([(item.reference, item.row) for item in scored_set.items]),  # which the checker reads
+        "rows": _digest([(item.reference, item.row) for item in items]),  # which the checker reads
     }
-
-
-def _weights(writer: FinishedRun) -> str:
-    """The weights that answer, by their content. A base that is not on this machine is known by name and revision."""
-    if not writer.trained:
-        base = base_identity(writer.recipe.model)
-        return base["content"] or f"{base['name']} {base['revision']}"
-    files = sorted(writer.product.glob("*.safetensors"))
-    return content_of(writer.product) or _digest([(file.name, sha256_of(file)) for file in files])
 
 
 def _digest(*values: Any) -> str:
@@ -465,8 +343,10 @@ class _AnswersFile:
 
     folder: Path
     facts: Mapping[str, Any]  # the request
+    author: Mapping[str, Any]
     prompts: _Prompts
     checker: Metric
+    tokenizer: Any
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def begin(self, say: _Say) -> list[int]:
@@ -486,10 +366,13 @@ class _AnswersFile:
         # A line that was torn, edited or deleted is of a prompt that is answered again, and a doubled one counts once.
         has_answers = record.is_file() and file.is_file()
         answered = {str(line.get("row")): line for line in read_lines(file)} if has_answers else {}
-        for number, question in zip(self.prompts.numbers, self.prompts.questions, strict=True):
-            line = answered.get(str(number), {})
-            if _is_whole(line, number, _question_columns(question), self.facts["n"]):
+        left = []
+        for index in self.prompts.numbers:
+            line = answered.get(str(index), {})
+            if _is_whole(line, index, _question_columns(self.prompts.questions[index]), self.facts["n"]):
                 self.lines.append(line)
+            else:
+                left.append(index)
         changed = any(earlier.get(key) != self.facts[key] for key in SCORED_BY)
         again = [line for line in self.lines if changed or any(answer["score"] is None for answer in line["answers"])]
         if again and earlier.get("checker") != self.facts["checker"]:
@@ -497,17 +380,31 @@ class _AnswersFile:
         elif again and changed:
             say(f"{file}: scored again, because references or columns of the rows have changed")
         self._score(again)
-        text = json_lines(self.lines)
-        if again or (file.exists() and file.read_bytes() != text.encode()):
-            write_text(file, text)
+        write_text(file, json_lines(self.lines))
         write_json(record, {"request": dict(self.facts)})
         if self.lines:
             say(f"{file}: has {counted(len(self.lines), 'prompt')} already, of {len(self.prompts.numbers):,}")
-        done = {line["row"] for line in self.lines}
-        return [index for index, number in enumerate(self.prompts.numbers) if number not in done]
+        return left
 
-    def append(self, lines: list[dict[str, Any]]) -> None:
-        """Score these lines and write them. Raises FinetuneError if the scorer has failed on most prompts."""
+    def append(self, indices: Sequence[int], answers: Sequence[Answer]) -> None:
+        """Score these prompts' answers and write them. Raises FinetuneError if the scorer failed on most prompts."""
+        special, count, lines = {*self.tokenizer.all_special_ids}, self.facts["n"], []
+        for place, index in enumerate(indices):
+            item = self.prompts.scored_set.items[index]
+            line: dict[str, Any] = {
+                "row": index,
+                "place": item.place,
+                "question": _question_columns(self.prompts.questions[index]),
+                "reference": item.reference,
+                "by": dict(self.author),
+                "answers": [],
+            }
+            for answer in answers[place * count : (place + 1) * count]:
+                tokens = answer.tokens or self.tokenizer(answer.text, add_special_tokens=False)["input_ids"]
+                line["answers"].append({"text": answer.text, "tokens": len(tokens), "ended": answer.ended})
+                if special & {*answer.tokens[: -1 if answer.ended else None]}:
+                    line["answers"][-1]["control"] = True  # decoding left them out: the model wrote another text
+            lines.append(line)
         self._score(lines)
         append_lines(self.folder / ANSWERS, lines)
         self.lines.extend(lines)
@@ -524,14 +421,14 @@ class _AnswersFile:
 
     def _score(self, lines: Sequence[dict[str, Any]]) -> None:
         """Write a score into each answer, or the problem of a scorer that failed on it."""
-        items = dict(zip(self.prompts.numbers, self.prompts.scored_set.items, strict=True))
+        items = self.prompts.scored_set.items
         for line in lines:
             item, answers = items[line["row"]], line["answers"]
             line.pop("problem", None)  # an earlier release's, of the whole prompt
             line["reference"] = item.reference
             try:
                 texts = [answer["text"] for answer in answers]
-                scores = scores_of(self.checker, texts, [item] * len(texts), self.prompts.scored_set.items)
+                scores = scores_of(self.checker, texts, [item] * len(texts), items)
             except DataError as error:
                 scores = [Unread(one_line(str(error), 300)) for _ in answers]
             for answer, score in zip(answers, scores, strict=True):
@@ -547,19 +444,16 @@ def _is_whole(line: Mapping[str, Any], number: int, question: Mapping[str, Any],
         json.dumps(line, ensure_ascii=False, allow_nan=False).encode()
         answers = line["answers"]
         kinds = [tuple(type(answer[key]) for key in ("text", "tokens", "ended")) for answer in answers]
-        whole = kinds == [(str, int, bool)] * count
-        whole = whole and all(answer["score"] is None or 0 <= answer["score"] <= 1 for answer in answers)
+        scored = all(answer["score"] is None or 0 <= answer["score"] <= 1 for answer in answers)
         of_prompt = [line["row"], line["question"]] == [number, json.loads(json.dumps(question))]
-        return of_prompt and whole and isinstance(line["by"]["model"] + line["place"], str)
+        has_author = isinstance(line["by"]["model"] + line["place"], str)
+        return of_prompt and has_author and scored and kinds == [(str, int, bool)] * count
     except (ValueError, TypeError, LookupError, RecursionError):
         return False
 
 
-# Rows kept, and the next recipe
-
-
 def _written(
-    request: SampleRequest, reads: FinishedRun, prompts: _Prompts, file: _AnswersFile, say: _Say, *, has_recipe: bool
+    request: SampleRequest, reads: FinishedRun, file: _AnswersFile, say: _Say, *, has_recipe: bool
 ) -> dict[str, Any]:
     """Write rows, held-out questions, the next recipe and the figures. Returns the figures.
 
@@ -567,7 +461,8 @@ def _written(
     """
     file.refuse_failing(1)
     lines = sorted(file.lines, key=lambda line: int(line["row"]))
-    folder, options, order = request.folder, request.options, Sampling(1.0, seed=request.seed)
+    folder, options, prompts = request.folder, request.options, file.prompts
+    order = Sampling(1.0, seed=request.seed)
     rows, left_out = kept_rows(lines, options, lambda row, index: order.uniform((row, index), -1))
     figures = {"left_out_held_out": prompts.left_out, **sampled_figures(lines, options), "rows": len(rows)}
     figures |= {"left_out": left_out, "keep": options.keep}

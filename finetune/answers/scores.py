@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,30 +37,16 @@ def compared(*scores: Sequence[float], answers: Sequence[Sequence[str]] = ()) ->
     `answers` are their texts, of which `unread` has those that the metric cannot read.
     `all_or_nothing`: every score is 0 or 1, so that a mean is a number of right answers.
     """
-    tuned = scores[-1]
-    names = ("base", "tuned")[-len(scores) :]
-    not_read = {
-        "unread": {name: unread(*pair) for name, pair in zip(names, zip(answers, scores, strict=False), strict=False)}
-    }
-    if len(scores) == 1:
-        return {
-            "tuned": interval(tuned).as_json(),
-            "all_or_nothing": all(score in (0.0, 1.0) for score in tuned),
-            **not_read,
-        }
-    base = scores[0]
-    better = sum(after > before for before, after in zip(base, tuned, strict=True))
-    worse = sum(after < before for before, after in zip(base, tuned, strict=True))
-    return {
-        "base": interval(base).as_json(),
-        "tuned": interval(tuned).as_json(),
-        "difference": paired_interval(base, tuned).as_json(),
-        "better": better,
-        "worse": worse,
-        "equal": len(base) - better - worse,
-        "all_or_nothing": all(score in (0.0, 1.0) for score in (*base, *tuned)),
-        **not_read,
-    }
+    models = dict(zip(("base", "tuned")[-len(scores) :], scores, strict=True))
+    figures: dict[str, Any] = {name: interval(values).as_json() for name, values in models.items()}
+    if len(scores) == 2:
+        pairs = list(zip(*scores, strict=True))
+        better, worse = (sum(after > before for before, after in pairs), sum(after < before for before, after in pairs))
+        figures["difference"] = paired_interval(*scores).as_json()
+        figures |= {"better": better, "worse": worse, "equal": len(pairs) - better - worse}
+    figures["all_or_nothing"] = all(score in (0.0, 1.0) for values in scores for score in values)
+    texts = zip(models.items(), answers, strict=False)
+    return figures | {"unread": {name: unread(of_model, values) for (name, values), of_model in texts}}
 
 
 def scores_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
@@ -72,19 +59,18 @@ def scores_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
         for model, missed in metric.get("unread", {}).items()
         if missed["count"]
     ]
-    if all("base" not in metric for metric in figures.values()):
-        lines = [f"{'':14}{'tuned':>7}{'95 %':>17}"]
-        for name, metric in figures.items():
-            of_tuned = metric["tuned"]
-            lines.append(f"{name:14}{of_tuned['mean']:>7.3f}   [{of_tuned['low']:.3f}, {of_tuned['high']:.3f}]")
-        return "\n".join([*lines, *not_read])
-    head = f"{'':14}{'base':>7}{'tuned':>8}{'difference, 95 %':>27}{'better':>8}{'worse':>7}"
-    lines = [head]
+    alone = all("base" not in metric for metric in figures.values())
+    head = f"{'base':>7}{'tuned':>8}{'difference, 95 %':>27}{'better':>8}{'worse':>7}"
+    lines = [f"{'':14}" + (f"{'tuned':>7}{'95 %':>17}" if alone else head)]
     for name, metric in figures.items():
+        tuned = metric["tuned"]
+        if alone:
+            lines.append(f"{name:14}{tuned['mean']:>7.3f}   [{tuned['low']:.3f}, {tuned['high']:.3f}]")
+            continue
         gain = metric["difference"]
         change = f"{gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]"
         lines.append(
-            f"{name:14}{metric['base']['mean']:>7.3f}{metric['tuned']['mean']:>8.3f}{change:>27}"
+            f"{name:14}{metric['base']['mean']:>7.3f}{tuned['mean']:>8.3f}{change:>27}"
             f"{metric['better']:>8}{metric['worse']:>7}"
         )
     return "\n".join([*lines, *not_read])
@@ -162,16 +148,11 @@ def keeps_earlier(folder: Path, result: Mapping[str, Any], limit: int | None) ->
     file, state = folder / EVAL_RECORD, folder / "run_state.json"
     if limit is None or not file.is_file() or not state.is_file() or file.stat().st_mtime < state.stat().st_mtime:
         return ""
-    try:
+    with suppress(FinetuneError, KeyError, TypeError, AttributeError):
         earlier, now = read_object(file).get("scores") or {}, result.get("scores") or {}
-        more = earlier["rows"] > now["rows"] and earlier["data"] == now["data"]
-    except (FinetuneError, KeyError, TypeError, AttributeError):
-        return ""
-    return (
-        f"{file}: keeps the scores of {earlier['rows']:,} rows; those of --limit {limit} are above alone"
-        if more
-        else ""
-    )
+        if earlier["rows"] > now["rows"] and earlier["data"] == now["data"]:
+            return f"{file}: keeps the scores of {earlier['rows']:,} rows; those of --limit {limit} are above alone"
+    return ""
 
 
 def write_eval(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path | None:

@@ -332,7 +332,7 @@ def _pass(
     lost_of_chunks = []
     scales = iter(()) if scale is None else iter(scale.split(size))
     with torch.autocast(hidden.device.type, enabled=False):
-        for now in _chunks(len(flat), supervised, size):
+        for now in token_chunks(len(flat), supervised, size):
             part = flat[now].to(dtype)
             room_of_product = None if head is None else head.room_for(part)
             product = _linear(part, cast_weight, cast_bias, room_of_product)  # [chunk, vocabulary]
@@ -434,7 +434,7 @@ class _Rows:
         return own @ self._weight
 
 
-def _chunks(tokens: int, supervised: Tensor | None, size: int) -> Iterable[Tensor | slice]:
+def token_chunks(tokens: int, supervised: Tensor | None, size: int) -> Iterable[Tensor | slice]:
     """Positions, a chunk at a time."""
     if supervised is not None:
         return cast("tuple[Tensor, ...]", supervised.split(size))

@@ -58,7 +58,13 @@ class StatesOnHost:
         if not (args and isinstance(args[0], Tensor) and args[0].is_contiguous()):
             raise EnvironmentMismatch(f"{_KEY}: {type(layer).__name__} takes its input by name; set it to false")
         hidden = args[0].detach()
-        buffer = self._buffer(hidden)
+        if not (self._free and (buffer := self._free.pop()).nbytes >= hidden.nbytes):
+            pinned = hidden.device.type != "cpu"
+            try:
+                buffer = torch.empty(hidden.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            except RuntimeError as error:
+                size = f"{hidden.nbytes / 2**30:.2f} GiB of pinned host memory"
+                raise DoesNotFit(f"{_KEY}: no room for {size}; set it to false, or lower data.max_length") from error
         state = _State(hidden, buffer, self._latest)
         weakref.finalize(state, self._free.append, buffer).atexit = False
         self._latest = weakref.ref(state)
@@ -105,15 +111,6 @@ class StatesOnHost:
             state.on_device = torch.empty_like(state.on_host, device=state.device)
             self._copy(state, state.on_device, state.on_host)
         return state.on_device
-
-    def _buffer(self, hidden: Tensor) -> Tensor:
-        if self._free and (buffer := self._free.pop()).nbytes >= hidden.nbytes:
-            return buffer
-        try:
-            return torch.empty(hidden.nbytes, dtype=torch.uint8, device="cpu", pin_memory=hidden.device.type != "cpu")
-        except RuntimeError as error:
-            size = f"{hidden.nbytes / 2**30:.2f} GiB of pinned host memory"
-            raise DoesNotFit(f"{_KEY}: no room for {size}; set it to false, or lower data.max_length") from error
 
     def _copy(self, state: _State, target: Tensor, source: Tensor) -> None:
         module = copying_module(state.device)

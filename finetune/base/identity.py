@@ -35,15 +35,12 @@ def base_identity(section: ModelSection) -> dict[str, str | None]:
 
     The content is unknown until all weight files are here, and for a base without safetensors.
     """
-    facts: dict[str, str | None] = {"name": section.name_or_path, "revision": section.revision}
-    folder = folder_of(section.name_or_path, section.revision)
-    commit, content = None, None
-    if folder is not None:
-        # The Hub's cache: models--OWNER--NAME/snapshots/COMMIT. A folder named by its path may lie there too.
-        if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
-            commit = folder.name
-        content = content_of(folder)
-    return {**facts, "commit": commit, "content": content}
+    folder, commit = folder_of(section.name_or_path, section.revision), None
+    # The Hub's cache: models--OWNER--NAME/snapshots/COMMIT. A folder named by its path may lie there too.
+    if folder is not None and folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
+        commit = folder.name
+    facts = {"name": section.name_or_path, "revision": section.revision, "commit": commit}
+    return {**facts, "content": None if folder is None else content_of(folder)}
 
 
 def content_of(folder: Path) -> str | None:
@@ -111,14 +108,15 @@ def recorded_base(run_dir: Path) -> dict[str, Any] | None:
     return base if isinstance(base, dict) else None
 
 
-def at_recorded_commit(recipe: Recipe, recorded: Mapping[str, Any] | None) -> Recipe:
+def at_recorded_commit(recipe: Recipe, recorded: object) -> Recipe:
     """The recipe with the Hub's commit that the run began with as its revision, wherever a branch points now.
 
     Unchanged for another name, for a folder, and if only another commit is on this machine.
     """
     section = recipe.model
-    commit = None if recorded is None else str(recorded.get("commit") or "")
-    if not commit or not COMMIT.fullmatch(commit) or section.name_or_path != recorded.get("name"):  # type: ignore[union-attr]
+    known = recorded if isinstance(recorded, Mapping) else {}
+    commit = str(known.get("commit"))
+    if section.name_or_path != known.get("name") or not COMMIT.fullmatch(commit):
         return recipe
     here = folder_of(section.name_or_path, section.revision)
     if Path(section.name_or_path).is_dir() or (here is not None and folder_of(section.name_or_path, commit) is None):

@@ -51,8 +51,9 @@ class Origin:
     conversion: int = CONVERSION
 
     @property
-    def folder_name(self) -> str:
-        return f"{self.package}-{self.version}-{self.sha256[:16]}-{self.stored_dtype}-{self.conversion}"
+    def folder(self) -> Path:
+        name = f"{self.package}-{self.version}-{self.sha256[:16]}-{self.stored_dtype}-{self.conversion}"
+        return cache_folder() / "models" / name
 
 
 def converted_folder(package: str) -> Path:
@@ -63,13 +64,13 @@ def converted_folder(package: str) -> Path:
     its single .gguf file or the gguf reader is missing.
     """
     gguf_path, origin = _find(package)
-    folder = _folder_of(origin)
+    folder = origin.folder
     if not folder.is_dir():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_name(f".{folder.name}.lock")):
                 if not folder.is_dir():  # else another process made it while we waited
-                    _convert(gguf_path, origin, folder)
+                    _convert(gguf_path, origin)
         except OSError as error:
             raise EnvironmentMismatch(
                 f"model.name_or_path: {PREFIX}{package}: cannot convert into {folder.parent}: {error}; "
@@ -80,11 +81,7 @@ def converted_folder(package: str) -> Path:
 
 def folder_if_converted(package: str) -> Path:
     """The folder that `converted_folder` makes, which may not be there yet. Raises FinetuneError."""
-    return _folder_of(_find(package)[1])
-
-
-def _folder_of(origin: Origin) -> Path:
-    return cache_folder() / "models" / origin.folder_name
+    return _find(package)[1].folder
 
 
 def _find(package: str) -> tuple[Path, Origin]:
@@ -125,9 +122,9 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _convert(gguf_path: Path, origin: Origin, folder: Path) -> None:
+def _convert(gguf_path: Path, origin: Origin) -> None:
     """Write the folder aside, then rename it; the caller holds the lock."""
-    place = f"model.name_or_path: {PREFIX}{origin.package}"
+    place, folder = f"model.name_or_path: {PREFIX}{origin.package}", origin.folder
     if importlib.util.find_spec("gguf") is None:
         raise EnvironmentMismatch(f"{place}: needs the gguf reader; in the checkout: {install_command('quickstart')}")
     if _sha256(gguf_path) != origin.sha256:

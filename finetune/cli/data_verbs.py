@@ -84,7 +84,7 @@ def init(
         typer.Option("-o", "--output", parser=user_path, help="The recipe; FILE's name.yaml.", show_default=False),
     ] = None,
     encoding: Annotated[
-        str | None, typer.Option(help="A table's code page: cp1250, cp1254, mac_roman; found.", show_default=False)
+        str | None, typer.Option(help="A table's code page: cp1252, cp1254, mac_roman; UTF-8.", show_default=False)
     ] = None,
     sheet: Annotated[
         str | None, typer.Option(help="A workbook's sheet; the first with a table.", show_default=False)

@@ -135,6 +135,7 @@ def check(
                 notes += router_left_out(loaded.recipe)
         if model:
             from finetune.closed_form.recomputation import choose_recomputation
+            from finetune.model.known_configs import config_if_known
             from finetune.probe.own_template import template_note
             from finetune.probe.probe import probe
             from finetune.tokens.second_model import check_reference
@@ -142,7 +143,8 @@ def check(
             if not data:  # whose reading of rows compares it too
                 notes += check_reference(loaded.recipe)
             # Probe the layers as a run on the recipe's GPUs would recompute them.
-            recomputation = choose_recomputation(loaded.recipe, gpus_of(loaded.recipe.budget))
+            config = config_if_known(loaded.recipe.model)
+            recomputation = choose_recomputation(loaded.recipe, config, gpus_of(loaded.recipe.budget))
             notes += [note for note in [template_note(loaded.recipe)] if note]
             probed = probe(recomputation.recipe, offline=True)
             notes += [line for line in (probed.line(), recomputation.line) if line]
@@ -159,9 +161,10 @@ def check(
                 result["formats"] = formats.facts
         if loaded.recipe.training.activation_offloading:
             from finetune.closed_form.states_on_host import check_host_memory
+            from finetune.model.known_configs import config_if_known
 
-            gpus = loaded.recipe.budget.gpus
-            notes += check_host_memory(loaded.recipe, gpus or 1, pinned=gpus > 0, here=False)
+            gpus, config = loaded.recipe.budget.gpus, config_if_known(loaded.recipe.model)
+            notes += check_host_memory(loaded.recipe, config, gpus or 1, pinned=gpus > 0, here=False)
         notes += download_lines(loaded.recipe)
         if notes or data:
             result["notes"] = notes
@@ -369,6 +372,8 @@ _REMOVED = {
     ("doctor", "--gpu"): "in a checkout: python benchmarks/gpu.py proofs",
     ("fetch", ""): "finetune check RECIPE prints the lines of `hf download` that bring model and data",
     ("import", "--prove"): "docs/parity.md compares this kit's steps with other tools'; import without it",
+    ("sample", "--near"): "leave it out: one of the answers that share 90 % of their letter triples is kept",
+    ("sample", "--without-held-out"): "leave it out: prompts that the recipe holds out are never asked",
 }
 
 

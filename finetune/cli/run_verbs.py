@@ -197,12 +197,12 @@ def status(
         if "://" in run:
             from finetune.storage.watch import stored_status
 
-            found = stored_status(run)
+            state = stored_status(run)
         else:
-            found = read_status(user_path(run))
+            state = read_status(user_path(run))
         if not as_json:
-            say(str(found))
-        return {"ok": True, **vars(found)}
+            say(str(state))
+        return {"ok": True, **vars(state)}
 
     run_verb(work, as_json=as_json)
 
@@ -256,7 +256,7 @@ def evaluate(
     """How good is it? Held-out loss, scored answers, benchmarks."""
 
     def work() -> dict[str, Any]:
-        from finetune.answers.eval_request import EvalRequest, chosen_metrics, thresholds
+        from finetune.answers.requests import EvalRequest, chosen_metrics, thresholds
 
         resolved = require_run_folder(run)  # before torch is imported
         alone = "--tasks" if tasks is not None else "--endpoint" if endpoint is not None else None
@@ -322,15 +322,11 @@ def sample(
         typer.Option(min=1, help="Most rows of a prompt; 1, of judged and all: every one.", show_default=False),
     ] = None,
     pick: Annotated[str, typer.Option(help="shortest or random answers first.")] = "random",
-    near: Annotated[float, typer.Option(help="Copies share so many letter triples; above 1 keeps copies.")] = 0.9,
     leave_out: Annotated[
         list[str] | None,
         typer.Option(help="Prompts that are always or never right; may be repeated.", show_default=False),
     ] = None,
     thoughts: Annotated[bool, typer.Option("--thoughts/--no-thoughts", help="Rows with thinking blocks.")] = True,
-    without_held_out: Annotated[
-        bool, typer.Option("--without-held-out", help="Leave out prompts that the recipe holds out.")
-    ] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Share of the likeliest tokens.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of every draw.")] = 0,
@@ -348,13 +344,12 @@ def sample(
     """Draw answers, and write rows of those that a checker keeps."""
     one_of("--keep", keep, ("right", "pairs", "judged", "all"))
     one_of("--pick", pick, ("shortest", "random"))
-    for each in leave_out or ():
-        one_of("--leave-out", each, ("always", "never"))
+    for outcome in leave_out or ():
+        one_of("--leave-out", outcome, ("always", "never"))
 
     def work() -> dict[str, Any]:
-        from finetune.answers.eval_request import chosen_metrics
         from finetune.answers.kept_rows import KeepOptions, summary_in_words
-        from finetune.answers.sample_source import SampleRequest, source_of
+        from finetune.answers.requests import SampleRequest, chosen_metrics, source_of
 
         reads = source_of(source, data)
         writer = reads if model is None or endpoint is not None else source_of(model, data)
@@ -372,7 +367,7 @@ def sample(
             data=data,
             entry=entry,
             folder=folder,
-            options=KeepOptions(kept, at_least, per_prompt, chosen, near, tuple(leave_out or ()), thoughts),
+            options=KeepOptions(kept, at_least, per_prompt, chosen, tuple(leave_out or ()), thoughts),
             count=count,
             temperature=temperature,
             top_p=top_p,
@@ -382,7 +377,6 @@ def sample(
             metric=next(iter(metrics), None),
             scorer=scorer,
             scorer_seconds=scorer_seconds,
-            without_held_out=without_held_out,
             endpoint=_server(endpoint, model, None, run) if endpoint is not None else None,
         )
         request.check()

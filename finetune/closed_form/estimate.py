@@ -88,11 +88,18 @@ def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, *, keeps_gra
         keeps_gradients: FSDP2 keeps unsharded gradients until a step's last micro-batch.
     """
     rank = RankSizes(recipe, config, gpus, keeps_gradients=keeps_gradients)
+    # torch's fused kernel holds nothing in an update, and model/optimizers/fused_update.py a few thousand bytes. Where
+    # nothing is compiled, rounded_adamw.py holds six float32 tensors for the largest weight, up to a limit: weight, two
+    # moments, gradient, random bits, their shift. Adapters are so small that their update is no peak.
+    update = 0
+    if rank.trained_weight_bytes == HALF and rank.base_trained and recipe.training.compile is False:
+        largest = rank.shard_of(rank.shape.vocabulary, rank.shape.hidden)  # the embeddings' shard of [vocabulary, h]
+        update = 6 * FLOAT32 * min(ROUNDED_AT_ONCE, largest)
     phases: dict[str, Mapping[str, int]] = {
         "load": _load(rank),
         "forward": _largest(forward(rank)),
         "backward": _largest(backward(rank)),
-        "step": rank.static | {c.GRADIENTS: rank.gradient_bytes, c.OTHER: rank.static[c.OTHER] + _update(rank)},
+        "step": rank.static | {c.GRADIENTS: rank.gradient_bytes, c.OTHER: rank.static[c.OTHER] + update},
         "save": rank.static,
     }
     outside = {"CUDA context": CUDA_CONTEXT}
@@ -104,19 +111,6 @@ def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, *, keeps_gra
 
 def _largest(moments: Iterable[Bytes]) -> Bytes:
     return max(moments, key=Bytes.total)
-
-
-def _update(rank: RankSizes) -> int:
-    """Bytes that an update holds for a moment. torch's fused kernel holds none, and model/optimizers/fused_update.py
-    a few thousand.
-
-    Where nothing is compiled, rounded_adamw.py holds six float32 tensors for the largest weight, up to a limit: weight,
-    two moments, gradient, random bits, their shift. Adapters are so small that their update is no peak.
-    """
-    if rank.trained_weight_bytes != HALF or not rank.base_trained or rank.recipe.training.compile is not False:
-        return 0
-    largest = rank.shard_of(rank.shape.vocabulary, rank.shape.hidden)  # the embeddings' shard of [vocabulary, h]
-    return 6 * FLOAT32 * min(ROUNDED_AT_ONCE, largest)
 
 
 def _load(rank: RankSizes) -> Mapping[str, int]:

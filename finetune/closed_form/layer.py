@@ -108,12 +108,18 @@ def _attention_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep
         backward_transient=residual_gradient + 2 * projected + rotating,
     )
     output = queries  # [T, q] bfloat16
+    # flash_attn/flash_api.cpp, mha_varlen_bwd, whose documents are a block apart. In float32: dq_accum [rows, heads,
+    # rounded head size] and softmax_d [heads, rows]. Where heads share keys: dk_expanded and dv_expanded [T, q].
+    rows = tokens + FLASH_BLOCK * numerics.documents
+    flash = rows * shape.heads * (rounded_up(shape.head_size, 32 if shape.head_size <= 128 else 64) + 1) * FLOAT32
+    if shape.heads != shape.key_value_heads:
+        flash += 2 * HALF * tokens * shape.query_size
     yield LayerStep(
         "attention",
         saved_for_backward=queries + keys_values + output + log_sums,
         forward_transient=norm_output,
         # Gradients of the output [T, q], of queries [T, q], keys and values [T, k]; [heads, T] float32 sums once more.
-        backward_transient=residual_gradient + output + queries + keys_values + log_sums + _flash(shape, numerics),
+        backward_transient=residual_gradient + output + queries + keys_values + log_sums + flash,
         kept_when_selective=output + log_sums,
     )
     yield _linear(shape.linears["o"], numerics, norm_output, residual_gradient + output)
@@ -253,14 +259,3 @@ def _linear(linear: Linear, numerics: LayerNumerics, forward_live: int, backward
         weight_gradients=adapter_weights,
         kept_when_selective=result + inner,
     )
-
-
-def _flash(shape: Shape, numerics: LayerNumerics) -> int:
-    """flash_attn/flash_api.cpp, mha_varlen_bwd: float32 sums, and each head's own gradients where heads share keys."""
-    rows = numerics.tokens + FLASH_BLOCK * numerics.documents  # documents are a block apart
-    rounded = rounded_up(shape.head_size, 32 if shape.head_size <= 128 else 64)
-    query_sums = rows * shape.heads * rounded * FLOAT32  # dq_accum [rows, heads, rounded head size]
-    row_sums = rows * shape.heads * FLOAT32  # softmax_d [heads, rows]
-    if shape.heads == shape.key_value_heads:
-        return query_sums + row_sums
-    return query_sums + row_sums + 2 * HALF * numerics.tokens * shape.query_size  # dk_expanded and dv_expanded [T, q]

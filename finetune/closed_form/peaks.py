@@ -93,7 +93,18 @@ def _forward(rank: RankSizes) -> Iterator[Bytes]:
                 norm_bytes = step.saved_for_backward
             kept_in_layer += step.kept_when_selective * rank.keeps_products
         yield from _in_step(step, live.plus({c.ACTIVATIONS: activations, c.CAST_WEIGHTS: casts}))
-    yield from _at_the_head(rank)
+    # The head's all-gather, beside its own and the last layer's buffers; and the loss.
+    saved, casts = rank.saved_by_layers(last + 1)
+    # The norm's output [T, h] is the head's input.
+    live = _before_backward(rank, activations=saved + rank.last_norm_bytes + residual, casts=casts)
+    if rank.sharded:
+        head = rank.gathered_head_bytes
+        live = live.plus({c.GATHERED_LAYERS: head + rank.unresharded_bytes(last + 1), c.COMMUNICATION_BUFFERS: head})
+        yield live.plus({c.COMMUNICATION_BUFFERS: layer})
+        if not head:
+            live = live.plus({c.COMMUNICATION_BUFFERS: layer})
+    # architecture/loss.py computes the hidden states' gradient [T, h] in forward.
+    yield from (live.plus({c.LOGITS_AND_LOSS: residual + size}) for size in _loss(rank))
 
 
 def _in_step(step: LayerStep, live: Bytes) -> Iterator[Bytes]:
@@ -102,22 +113,6 @@ def _in_step(step: LayerStep, live: Bytes) -> Iterator[Bytes]:
     if step.dequantised_weights:
         dequantised = {c.QUANTISATION_WORKSPACE: step.dequantised_weights}
         yield live.plus({c.ACTIVATIONS: step.dequantise_transient} | dequantised)
-
-
-def _at_the_head(rank: RankSizes) -> Iterator[Bytes]:
-    """The head's all-gather, beside its own and the last layer's buffers; and the loss."""
-    layers, head, residual = rank.shape.layers, rank.gathered_head_bytes, rank.residual_bytes
-    saved, casts = rank.saved_by_layers(layers)
-    # The norm's output [T, h] is the head's input.
-    activations = saved + rank.last_norm_bytes + residual
-    live = _before_backward(rank, activations=activations, casts=casts)
-    if rank.sharded:
-        live = live.plus({c.GATHERED_LAYERS: head + rank.unresharded_bytes(layers), c.COMMUNICATION_BUFFERS: head})
-        yield live.plus({c.COMMUNICATION_BUFFERS: rank.gathered_layer_bytes})
-        if not head:
-            live = live.plus({c.COMMUNICATION_BUFFERS: rank.gathered_layer_bytes})
-    # architecture/loss.py computes the hidden states' gradient [T, h] in forward.
-    yield from (live.plus({c.LOGITS_AND_LOSS: residual + size}) for size in _loss(rank))
 
 
 def _loss(rank: RankSizes) -> Iterator[int]:
@@ -227,29 +222,21 @@ def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
             kept = rank.unresharded_bytes(rank.shape.layers) + rank.gathered_head_bytes
         live = live.plus({c.GATHERED_LAYERS: kept})
         live = live.plus({c.COMMUNICATION_BUFFERS: rank.reduction_buffer_bytes(finished) + prefetched})
-    if rank.recomputed(layer):
-        yield from _recomputing(rank, live)
-    yield from _steps_backward(rank, live)
-
-
-def _recomputing(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
-    live = live.plus({c.BACKWARD_WORKSPACE: rank.residual_bytes})  # the gradient [T, h] that waits for backward
     saved = casts = 0
     kept = rank.kept_layer_bytes  # by steps that are not recomputed yet
-    for step in rank.layer_steps:
+    for step in rank.layer_steps if rank.recomputed(layer) else ():
         saved, casts = saved + step.saved_for_backward, casts + step.cast_weights
         kept -= step.kept_when_selective * rank.keeps_products
-        in_layer = live.plus({c.ACTIVATIONS: saved + kept, c.CAST_WEIGHTS: casts})
+        # Beside the gradient [T, h] that waits for backward.
+        in_layer = live.plus({c.BACKWARD_WORKSPACE: rank.residual_bytes})
+        in_layer = in_layer.plus({c.ACTIVATIONS: saved + kept, c.CAST_WEIGHTS: casts})
         if rank.keeps_products:  # no product runs, and so no 4-bit weight is dequantised
             yield in_layer.plus({c.ACTIVATIONS: step.recompute_transient or step.forward_transient})
         elif step.recompute_transient:
             yield in_layer.plus({c.ACTIVATIONS: step.recompute_transient})
         else:
             yield from _in_step(step, in_layer)
-
-
-def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
-    """The steps in backward's order. A step's saved tensors are freed after it."""
+    # The steps in backward's order. A step's saved tensors are freed after it.
     saved, casts, layer_gradients = rank.saved_layer_bytes, rank.cast_layer_bytes, 0
     # A step's weight gradients are bfloat16. If its weights were cast, there are float32 copies of these: 2 + 4 bytes.
     gradient_copies = 3 if rank.numerics.adapters_cast or rank.casts_once else 1

@@ -14,7 +14,7 @@ adapters, traces on a CPU take 35 to 48 % of the estimate. Python and its librar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -22,10 +22,9 @@ from typing import Any
 
 from finetune.closed_form.estimate import estimate, unsupported
 from finetune.closed_form.rank import cached_strategy
-from finetune.errors import FinetuneError
 from finetune.measure.host_memory import available_bytes
 from finetune.measure.units import GIB
-from finetune.model.known_configs import planned_config
+from finetune.model.known_configs import config_if_known
 from finetune.recipe.gpus import Gpus, gpus_of
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
@@ -47,6 +46,7 @@ class Chosen:
     recipe: Recipe
     why: str | None = None  # of the recomputation; None: the recipe says so itself
     why_rows: str | None = None  # of the rows of a micro-batch
+    other_rows: str = ""  # a clause, if the run that is resumed had more
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -62,7 +62,8 @@ class Chosen:
         """The rows of a micro-batch, in the same way."""
         if self.why_rows is None:
             return {}
-        return rows_facts(self.recipe.training.rows_at_once, self.why_rows)
+        facts = rows_facts(self.recipe.training.rows_at_once, self.why_rows)
+        return facts | {"line": facts["line"] + self.other_rows}
 
     @property
     def line(self) -> str:
@@ -85,7 +86,13 @@ class Reduction:
 
 
 def choose_reduction(
-    recipe: Recipe, strategy: Strategy, gpus: Gpus | None, *, ranks: int, memory: int
+    recipe: Recipe,
+    config: Mapping[str, Any] | None,
+    strategy: Strategy,
+    gpus: Gpus | None,
+    *,
+    ranks: int,
+    memory: int,
 ) -> Reduction | None:
     """Whether gradients are reduced once a step: they take 4 bytes for each trained weight until then.
 
@@ -93,6 +100,7 @@ def choose_reduction(
     other strategies.
 
     Args:
+        config: The model's, as `planned_config` returns it; None: it is not known.
         gpus: None: a CPU, whose `memory` in all `ranks` share. Free memory would differ from start to start, and with
             it the order in which a resumed run adds gradients up.
     """
@@ -101,9 +109,7 @@ def choose_reduction(
     per_step = recipe.training.rows_at_once * room.count * room.nodes
     if not shards or recipe.training.global_batch_size <= per_step:
         return None
-    try:
-        config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
-    except FinetuneError:
+    if config is None:
         return Reduction(False, "the configuration of the model is not known")
     estimated = _estimated(recipe, recipe.training.activation_checkpointing, gpus)
     if why := unsupported(estimated, config, room):
@@ -123,76 +129,83 @@ def rows_facts(rows: int, why: str) -> dict[str, Any]:
     return {"asked": "auto", "runs": rows, "why": why, "line": f"{ROWS}: {rows}, because {why}"}
 
 
-def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -> Chosen:
+def choose_recomputation(
+    recipe: Recipe,
+    config: Mapping[str, Any] | None,
+    gpus: Gpus | None,
+    *,
+    ranks: int = 1,
+    rows_before: int = 0,
+) -> Chosen:
     """The recipe with `auto` resolved for these GPUs: rows of a micro-batch, and recomputation. Other settings stay.
 
     As many rows as fit without recomputation. If one row does not fit, as many as fit with more of it, and so on.
 
     Args:
+        config: The model's, as `planned_config` returns it; None: it is not known.
         gpus: None: a CPU, whose memory `ranks` share.
+        rows_before: Of a micro-batch of the run that is resumed, which keeps them if more would fit. 0: a new run.
     """
     training = recipe.training
-    asked = {key: getattr(training, key) == "auto" for key in (RECOMPUTATION, ROWS)}
-    if not any(asked.values()):
-        return Chosen(recipe)
+    of_rows = training.per_device_batch_size == "auto"
+    of_layers = training.activation_checkpointing == "auto"
     settings: Sequence[Recomputation] = (training.activation_checkpointing,)
-    if asked[RECOMPUTATION] and training.activation_offloading:
+    if of_layers and training.activation_offloading:
         settings = (True,)
-    elif asked[RECOMPUTATION]:
+    elif of_layers:
         compiles = gpus is not None and training.compile is not False
         without_selective = compiles or training.mlp_tile_tokens is not None
         settings = RECOMPUTATIONS_IF_COMPILED if without_selective else RECOMPUTATIONS
-
-    def chosen(setting: Recomputation, rows: int, why: str) -> Chosen:
-        reasons = (why if asked[key] else None for key in (RECOMPUTATION, ROWS))
-        return Chosen(_changed(recipe, setting, per_device_batch_size=rows), *reasons)
-
-    last = training.rows_at_once, settings[-1]
-    try:
-        config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
-    except FinetuneError:
-        return chosen(last[1], last[0], "the configuration of the model is not known")
     room = gpus or Gpus(ranks, available_bytes() // ranks, "host memory")
-    if why := unsupported(_estimated(recipe, settings[0], gpus), config, room):
-        return chosen(last[1], last[0], f"there is no closed form for {why}")
-    # From the least recomputation on, and from the most rows on. The last pair stays if none fits.
-    counts = _row_counts(recipe, room.count * room.nodes) if asked[ROWS] else [training.rows_at_once]
-    tried: list[tuple[Recomputation, int, int]] = []
-    for setting, rows in product(settings, counts):
-        found = estimate(_estimated(recipe, setting, gpus, per_device_batch_size=rows), config, room)
-        tried.append((setting, rows, found.upper if gpus else ON_HOST * found.needed))
-        if tried[-1][2] <= room.memory:
-            break
-    memory = f"{room.memory / GIB:.1f} GiB"
-    if gpus is None:
-        memory += " of free host memory"
-    setting, rows, need = tried[-1]
-    if need > room.memory:
-        why = f"even so the plan may need {need / GIB:.1f} of {memory}"
+    setting, rows, why = settings[-1], training.rows_at_once, ""
+    if not of_rows and not of_layers:
+        pass
+    elif config is None:
+        why = "the configuration of the model is not known"
+    elif unknown := unsupported(_estimated(recipe, settings[0], gpus), config, room):
+        why = f"there is no closed form for {unknown}"
     else:
+        # From the least recomputation on, and from the most rows on. The last pair stays if none fits.
+        counts = [rows]
+        if of_rows:  # rows that split a rank's share of a step evenly
+            strategy_ranks = cached_strategy(recipe.accelerate_config).rank_count(room.count * room.nodes)
+            share = math.ceil(training.global_batch_size / strategy_ranks)
+            most = max(1, min(share, MOST_TOKENS_AT_ONCE // recipe.data.row_tokens))
+            steps_of_rank = range(math.ceil(share / most), share + 1)
+            counts = sorted({math.ceil(share / steps) for steps in steps_of_rank}, reverse=True)
+        tried: list[tuple[Recomputation, int, int]] = []
+        for setting, rows in product(settings, counts):
+            estimated = estimate(_estimated(recipe, setting, gpus, per_device_batch_size=rows), config, room)
+            tried.append((setting, rows, estimated.upper if gpus else ON_HOST * estimated.needed))
+            if tried[-1][2] <= room.memory:
+                break
+        need, memory = tried[-1][2], f"{room.memory / GIB:.1f} GiB{'' if gpus else ' of free host memory'}"
         why = f"the plan needs at most {need / GIB:.1f} of {memory}"
-        if len(tried) > 1:
-            before, more, needed = tried[-2]
-            how = recomputation_in_words(before) if before != setting else counted(more, recipe.data.row_noun)
-            why += f", and {needed / GIB:.1f} with {how}"
-    return chosen(setting, rows, why)
-
-
-def _row_counts(recipe: Recipe, ranks: int) -> list[int]:
-    """Rows of a micro-batch that split a rank's share of a step evenly, the largest first."""
-    ranks = cached_strategy(recipe.accelerate_config).rank_count(ranks)
-    share = math.ceil(recipe.training.global_batch_size / ranks)
-    most = max(1, min(share, MOST_TOKENS_AT_ONCE // recipe.data.row_tokens))
-    counts = {math.ceil(share / steps) for steps in range(math.ceil(share / most), share + 1)}
-    return sorted(counts, reverse=True)
+        if need > room.memory:
+            why = f"even so the plan may need {need / GIB:.1f} of {memory}"
+        elif len(tried) > 1:
+            less, more, needed = tried[-2]
+            words = recomputation_in_words(less) if less != setting else counted(more, recipe.data.row_noun)
+            why += f", and {needed / GIB:.1f} with {words}"
+    chosen = Chosen(
+        _changed(recipe, setting, per_device_batch_size=rows),
+        why if of_layers else None,
+        why if of_rows else None,
+        f"; it was {rows_before} before" if rows_before > rows else "",
+    )
+    if of_rows and 0 < rows_before < rows:  # as many as before, then, with the recomputation that these need
+        fewer = _changed(recipe, training.activation_checkpointing, per_device_batch_size=rows_before)
+        fewest = choose_recomputation(fewer, config, gpus, ranks=ranks)
+        chosen = Chosen(fewest.recipe, fewest.why, f"the run in {recipe.run_dir} began with it")
+    return chosen
 
 
 def chosen_words(recipe: Path, overrides: Sequence[str]) -> list[str]:
     """A recipe file's overrides, with `auto` resolved for its own GPUs."""
     loaded = load_recipe(recipe, overrides).recipe
-    chosen = choose_recomputation(loaded, gpus_of(loaded.budget))
-    found = {ROWS: chosen.rows_facts, RECOMPUTATION: chosen.facts}
-    return [*overrides, *(f"training.{key}={str(each['runs']).lower()}" for key, each in found.items() if each)]
+    chosen = choose_recomputation(loaded, config_if_known(loaded.model), gpus_of(loaded.budget))
+    choices = {ROWS: chosen.rows_facts, RECOMPUTATION: chosen.facts}
+    return [*overrides, *(f"training.{key}={str(facts['runs']).lower()}" for key, facts in choices.items() if facts)]
 
 
 def _estimated(recipe: Recipe, setting: Recomputation, gpus: Gpus | None, **further: Any) -> Recipe:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.closed_form.constants import FLOAT32
-from finetune.recipe.schema import Lora, Recipe
+from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.lora import ends_of
 
 QUANTISED_BLOCK = 64  # weights to a scale
@@ -170,7 +170,12 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any], layer: int = 0) -> Shape
     output_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> Linear:
-        return Linear(name, inputs, outputs, _rank(recipe.lora, name, layer), bias)
+        # peft's rule for an adapter's rank (tuners/tuners_utils.py: check_target_module_exists). Targets are all linear
+        # layers, a pattern that the whole name matches, or names' last words. Exclusions are the latter two.
+        lora, path, rank = recipe.lora, f"model.layers.{layer}.{name}", 0
+        if lora is not None and (lora.target_modules == "all-linear" or _matches(lora.target_modules, path)):
+            rank = 0 if _matches(lora.exclude_modules, path) else lora.rank_of(path)
+        return Linear(name, inputs, outputs, rank, bias)
 
     linears = {
         "q": linear("self_attn.q_proj", hidden, queries, bias),
@@ -193,21 +198,6 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any], layer: int = 0) -> Shape
         normed_heads=family.normed_heads,
         linears=linears,
     )
-
-
-def _rank(lora: Lora | None, name: str, layer: int) -> int:
-    """The rank that peft gives a module's adapter; 0 for none (tuners/tuners_utils.py: check_target_module_exists).
-
-    Targets are all linear layers, a pattern that the whole name matches, or names' last words. Exclusions are written
-    like the latter two.
-    """
-    if lora is None:
-        return 0
-    path = f"model.layers.{layer}.{name}"
-    targeted = lora.target_modules == "all-linear" or _matches(lora.target_modules, path)
-    if targeted and not _matches(lora.exclude_modules, path):
-        return lora.rank_of(path)
-    return 0
 
 
 def _matches(names: str | list[str], path: str) -> bool:

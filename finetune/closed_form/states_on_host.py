@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.errors import DoesNotFit, FinetuneError
+from finetune.errors import DoesNotFit
 from finetune.measure.host_memory import available_bytes, pinned_bytes
 from finetune.measure.units import GIB
-from finetune.model.known_configs import planned_config
 from finetune.recipe.schema import Recipe
 from finetune.wording import counted
 
@@ -23,12 +22,12 @@ def host_state_bytes(recipe: Recipe, config: Mapping[str, Any], *, pinned: bool 
     return int(config["num_hidden_layers"]) * (pinned_bytes(state) if pinned else state)
 
 
-def check_host_memory(recipe: Recipe, ranks: int, *, pinned: bool, here: bool = True) -> list[str]:
+def check_host_memory(
+    recipe: Recipe, config: Mapping[str, Any] | None, ranks: int, *, pinned: bool, here: bool = True
+) -> list[str]:
     """A line about the host memory of a machine with so many ranks; none for a model with unknown sizes. If `here`,
     this is the machine: raises DoesNotFit if less is free."""
-    try:
-        config, _ = planned_config(recipe.model.name_or_path, recipe.model.revision)
-    except FinetuneError:
+    if config is None:
         return []
     nbytes, free = ranks * host_state_bytes(recipe, config, pinned=pinned), available_bytes()
     memory = f"{nbytes / GIB:.1f} GiB of {'pinned ' * pinned}host memory on a machine with {counted(ranks, 'rank')}"

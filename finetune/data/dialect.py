@@ -1,14 +1,8 @@
-"""Finds a table's delimiter and character encoding from the file's bytes.
+"""Finds a table's delimiter, and the wide encodings by their byte order mark.
 
-Encoding, the first rule that holds:
+A file is UTF-8 unless a mark says UTF-16 or UTF-32. The recipe names any other encoding: `encoding: cp1252`.
 
-- A byte order mark says it.
-- A file that is UTF-8 from the first byte to the last is UTF-8.
-- NUL bytes and line ends that only one order of UTF-16 or UTF-32 explains are that.
-- Else chardet ranks the code pages by letter pairs of 40 languages. Readings that no language has are struck off:
-  "S„ge", "fЃr", "situЋ". If two different readings remain close, nobody guesses: `UnclearFile` shows both.
-
-Delimiter: it must divide most of the first lines into as many cells as the header. The largest share wins, then the
+The delimiter must divide most of the first lines into as many cells as the header. The largest share wins, then the
 most cells:
 
     name;preis;text            ';' divides both lines into three cells, ',' into one and two
@@ -20,18 +14,14 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-import math
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from finetune.errors import BadFile, DataError, UnclearFile
+from finetune.errors import BadFile, DataError
 from finetune.paths import BYTE_ORDER_MARK, open_bytes
 
 # UTF-32's mark begins with UTF-16's.
@@ -44,46 +34,13 @@ WIDE_MARKS = {
 WIDE = ("utf-16", "utf-32")
 DELIMITERS = (",", ";", "\t", "|")
 HEAD_OF_TABLE = 256 * 1024  # from which the delimiter is found
-MOST_SCANNED = 512 * 2**20  # a second or two; a larger file is taken for what its first half gigabyte is
 RECORDS = 100
 MOST_ABOVE = 20  # lines above a header
 # Excel's own first line. It names the delimiter and is no row.
 SEPARATOR_LINE = re.compile(r'"?sep=(.|\\t)"?\s*', re.IGNORECASE)
 COLUMN_NAME = re.compile(r"\s*[^\W\d]([\w ./()-]{0,40}[\w)])?\s*")  # of a column
 _NAME = re.compile(r"[^\W\d][^\n]{0,39}|[#№]")  # the same below a title: `Nr.`, `Done?`, `Share %`
-SAMPLE_LINES, SAMPLE_BYTES = 512, 2048  # chardet 6 needs half a second
-LONGEST_LINE = 400  # bytes of one line in the sample
-# Names that mean a part of a larger code page, by the page that Windows writes.
-WIDER_PAGES = {
-    "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874", "tis-620": "cp874", "gb2312": "gb18030",
-    "gbk": "gb18030", "euc_kr": "cp949", "shift_jis": "cp932", "shift_jis_2004": "cp932", "big5": "cp950",
-}  # fmt: skip
-USUAL_PAGES = (
-    "cp1252",
-    "cp1250",
-    "cp1251",
-    "cp1254",
-    "cp1257",
-    "cp1253",
-    "cp1256",
-    "cp1255",
-    "cp866",
-    "koi8-r",
-    "cp850",
-)
-# In use in ISO's and mainframes' catalogues alone; they differ from Windows' pages by few letters.
-RARE_PAGES = ("iso8859-3", "iso8859-4", "iso8859-10", "iso8859-14", "iso8859-16", "hp-roman8", "kz1048", "ptcp154")
-MOST_ODD = 0.1  # share of odd characters in a reading that is plausible
-# Readings above this share of the best one's confidence are plausible too. Letters that Western Europe shares count for
-# cp1252, because chardet knows too few of the languages that are written in it: Albanian looks Lithuanian.
-CLOSE, CLOSE_BEHIND_WESTERN, CLOSE_WESTERN = 0.95, 0.98, 0.55
-WESTERN_LETTERS = frozenset(
-    "äöüßÄÖÜéèêëàâáãåæçñíìîïóòôõøœúùûÉÈÊËÀÂÁÃÅÆÇÑÍÌÎÏÓÒÔÕØŒÚÙÛšžŠŽ€£¥§©®°±²³½¼¾µ×÷¿¡«»‹›“”„‘’‚–—…•™ªº·´\u00a0\u00ad"
-)
-WINDOWS_SIGNS = frozenset("€£°±²³½¼¾µ×“”„‘’‚–—…•\u00a0")
 _CONTROLS = {*range(32)} - {*b"\t\n\r\x0c\x1a\x1b"}
-_ASCII = frozenset(map(chr, range(128)))
-_SCRIPTS = ("LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "THAI")
 
 
 # A table's record: its line or row, its cells, and what is wrong with it.
@@ -126,7 +83,7 @@ class Dialect(NamedTuple):
 
 
 def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None = None) -> Dialect:
-    """A table's dialect. A given delimiter or encoding is taken as it is. Raises OSError and UnclearFile."""
+    """A table's dialect. A given delimiter or encoding is taken as it is. Raises OSError and BadFile."""
     encoding = encoding or found_encoding(file)
     with open_bytes(file) as stream:
         head = stream.read(HEAD_OF_TABLE)
@@ -273,195 +230,13 @@ def checked_encoding(name: str) -> str:
 
 
 def found_encoding(file: Path) -> str:
-    """Python's name for a file's encoding.
-
-    Raises OSError, DataError if lines are in two encodings, and UnclearFile if two code pages are plausible.
-    """
-    about = file.stat()
-    readings = _readings(file, about.st_mtime_ns, about.st_size)
-    if not readings[0][0]:
-        raise BadFile(str(file), f"some lines are UTF-8 ({readings[0][1]}; save each part as UTF-8")
-    if len(readings) > 1:
-        raise UnclearFile(str(file), "encoding", "is not UTF-8, and may say", readings)
-    return readings[0][0]
-
-
-@lru_cache(256)
-def _readings(file: Path, changed: int, size: int) -> tuple[tuple[str, str], ...]:
-    """The plausible encodings, each with one word as it reads it. The file is scanned once until it changes."""
-    lines: list[bytes] = []  # spread over the file
-    first_ones: list[bytes] = []  # each line with a byte that none before it has
-    seen: set[int] = set()
-    is_utf8, has_utf8, has_japanese, scanned, step, number = True, False, False, 0, 1, 0
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    """UTF-8, or the encoding that a byte order mark says. Raises OSError."""
     with open_bytes(file) as stream:
-        # Whole lines, because a code page with two bytes a letter cannot be read from a letter's middle.
-        while scanned < MOST_SCANNED and (chunk := stream.read(2**20) + stream.readline(2**20)):
-            wide = next((name for mark, name in WIDE_MARKS.items() if chunk.startswith(mark)), None)
-            if b"\0" in chunk[:HEAD_OF_TABLE] and wide is None:
-                wide = _wide_encoding(chunk[:HEAD_OF_TABLE])
-            if wide and not scanned:
-                return ((wide, ""),)
-            scanned += len(chunk)
-            has_japanese |= b"\x1b$" in chunk
-            try:
-                if is_utf8:
-                    decoder.decode(chunk)
-                    has_utf8 |= not chunk.isascii()
-                    continue
-            except UnicodeDecodeError:
-                is_utf8 = False
-                if has_utf8:
-                    break
-            if seen.issuperset(chunk):
-                chunk = chunk[: chunk.find(b"\n", 2**14)]  # nothing new in it: some lines will do
-            for line in filter(lambda line: not line.isascii(), chunk.splitlines()):
-                number += 1
-                if not seen.issuperset(line[:LONGEST_LINE]):
-                    seen.update(line[:LONGEST_LINE])
-                    first_ones.append(line[:LONGEST_LINE])
-                elif number % step == 0:
-                    lines.append(line[:LONGEST_LINE])
-            while len(lines) > SAMPLE_LINES:
-                lines, step = lines[::2], step * 2
-    if has_japanese and is_utf8 and not has_utf8:
-        return (("iso2022_jp", ""),)
-    if is_utf8 or has_utf8:  # a damaged file is still UTF-8: a mistake names the byte
-        return (("utf-8", ""),)
-    return _likely_encodings([*first_ones, *lines])
+        head = stream.read(HEAD_OF_TABLE)
+    return next((name for mark, name in WIDE_MARKS.items() if head.startswith(mark)), "utf-8")
 
 
 def is_binary(head: bytes) -> bool:
-    """Whether a file's head is no text: controls are 2 % of it, and neither UTF-16 nor UTF-32 explains them."""
+    """Whether a file's head is no text: it has no mark, and controls are 2 % of it."""
     is_odd = 50 * sum(map(_CONTROLS.__contains__, head)) > len(head)
-    return is_odd and not head.startswith(tuple(WIDE_MARKS)) and _wide_encoding(head) is None
-
-
-def _wide_encoding(head: bytes) -> str | None:
-    """UTF-16 or UTF-32 without a mark: the one order of bytes in which the head is text with line ends."""
-    names = []
-    for name in ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"):
-        with suppress(UnicodeDecodeError):
-            signs = {*codecs.getincrementaldecoder(name)().decode(head)}
-            if "\n" in signs and {*map(unicodedata.category, signs - {*"\t\r\n"})}.isdisjoint(("Cn", "Co", "Cc")):
-                names.append(name)
-    if len(names) == 1:
-        return names[0]
-    return None
-
-
-def _likely_encodings(lines: Sequence[bytes]) -> tuple[tuple[str, str], ...]:
-    """The plausible encodings of a file that is not UTF-8, by its lines with bytes above 127."""
-    import chardet
-    from chardet.enums import EncodingEra
-
-    if not _CONTROLS.isdisjoint(byte for line in lines for byte in line):
-        return (("utf-8", ""),)  # not a text: the reader will name the byte
-    in_utf8 = [line for line in lines if _decoded([line], "utf-8") is not None]
-    if len(in_utf8) > len(lines) / 2:  # a damaged UTF-8 file: its other rows are right, and a mistake names the byte
-        return (("utf-8", ""),)
-    lines = [line for line in lines if line not in in_utf8]
-    sample = lines[:: math.ceil(sum(map(len, lines)) / SAMPLE_BYTES)]
-    guesses = chardet.detect_all(b"\n".join(sample), ignore_threshold=True, encoding_era=EncodingEra.ALL)
-    confidences = dict.fromkeys(USUAL_PAGES, 0.0)
-    for guess in guesses:
-        with suppress(LookupError):  # a code page that Python does not have
-            name = codecs.lookup(guess["encoding"] or "").name
-            name = WIDER_PAGES.get(name, name)
-            if name in RARE_PAGES:
-                continue
-            confidences[name] = max(confidences.get(name, 0.0), guess["confidence"])
-    # Pages that read all lines alike are one reading, called by the most usual page.
-    readings: dict[str, tuple[str, float, float]] = {}
-    for name, confidence in confidences.items():
-        text = _decoded(lines, name)
-        if text is None or b"abcXYZ,;09".decode(name) != "abcXYZ,;09":
-            continue
-        first, best, oddness = readings.get(text) or (name, 0.0, _oddness(_decoded(sample, name) or ""))
-        readings[text] = (first, max(best, confidence), oddness)
-    if not readings:
-        return (("utf-8", ""),)
-    most = max(MOST_ODD, min(oddness for _, _, oddness in readings.values()))
-    ranked = sorted(
-        ((confidence * (1 - 2 * oddness), name, text) for text, (name, confidence, oddness) in readings.items()
-         if oddness <= most),
-        reverse=True,
-    )  # fmt: skip
-    best, first, _ = ranked[0]
-    western = ""
-    if (
-        (text := _decoded(lines, "cp1252"))
-        and (above := {*text} - _ASCII) <= WESTERN_LETTERS
-        and readings[text][2] <= most
-    ):
-        western = "cp1252"
-        if above <= WINDOWS_SIGNS and readings[text][2] == 0:
-            return ((western, ""),)  # quotes, dashes and degrees: only the Windows pages have them there
-    close = CLOSE_BEHIND_WESTERN if first == western else CLOSE
-    plausible = [
-        (name, text) for value, name, text in ranked if value >= best * (CLOSE_WESTERN if name == western else close)
-    ][:3]
-    # Kazakh's letters qa and eng look Macedonian in cp1251, which has no yery.
-    if plausible[0][0] == "cp1251" and "ы" in plausible[0][1] and not {*"ќѕ"}.isdisjoint(plausible[0][1]):
-        plausible.insert(0, ("kz1048", _decoded(lines, "kz1048") or ""))
-    # A line in UTF-8 among others is no accident: Ã¤, Ã© are not words. Four characters are none in any code page.
-    if in_utf8 and (western or any(len(line.decode("utf-8", "ignore")) + 4 <= len(line) for line in in_utf8)):
-        return (("", f"{in_utf8[0].decode('utf-8', 'ignore').strip()[:40]!r}) and some are {first}"),)
-    texts = [text for _, text in plausible]
-    return tuple((name, _differing_word(texts, index)) for index, (name, _) in enumerate(plausible))
-
-
-def _decoded(lines: Sequence[bytes], encoding: str) -> str | None:
-    """The lines as text, or None if a byte has no meaning. A line may be cut inside its last character."""
-    try:
-        return "\n".join(
-            codecs.getincrementaldecoder(encoding)().decode(line, len(line) < LONGEST_LINE) for line in lines
-        )
-    except UnicodeError:
-        return None
-
-
-def _oddness(text: str) -> float:
-    """The share of characters above 127 that no language has there.
-
-    "S„ge" has a sign between letters, "fЃr" another alphabet, "CAFŽ" is right and "cafŽ" is not, "½uvre" begins with a
-    number, and frames, controls and unused code points are no text.
-    """
-    odd = total = 0
-    for before, sign, after in zip(" " + text, text, text[1:] + " ", strict=False):
-        if sign.isascii():
-            continue
-        total += 1
-        kind = unicodedata.category(sign)
-        if kind in ("Cc", "Cn", "Co", "Cs"):
-            odd += 10
-        elif "\u2500" <= sign <= "\u259f" or "\uff61" <= sign <= "\uff9f":
-            odd += 1
-        elif sign in "ªº":
-            odd += not before.isdigit()
-        elif kind[0] == "L":
-            scripts = {_script(letter) for letter in (before, sign, after) if letter.isalpha()}
-            is_mixed = len(scripts.intersection(_SCRIPTS)) > 1 or scripts >= {"HANGUL", "CJK"}
-            is_lone = before.isdigit() and not after.isalpha() and _script(sign) in _SCRIPTS
-            small_after_capital = sign.islower() and before.isupper() and after.isupper()
-            odd += is_mixed or is_lone or (sign.isupper() and before.islower()) or small_after_capital
-        elif kind[0] in "SPN":
-            is_joined = sign in "–—" and after.isalpha() and not before.isalpha()
-            is_inside = before.isalpha() and after.isalpha() and sign not in "’·‐–—…־"
-            is_sign = kind in ("Sm", "So", "Sk", "Sc") and (before.isalpha() or after.isalpha()) and sign not in "°®™"
-            odd += is_joined or is_inside or is_sign or sign in "‡†¶¤¦¬¨¸¯" or (kind == "No" and after.isalpha())
-    return odd / max(1, total)
-
-
-@lru_cache(4096)
-def _script(letter: str) -> str:
-    return unicodedata.name(letter, "").partition(" ")[0]
-
-
-def _differing_word(texts: Sequence[str], index: int) -> str:
-    """The first word that the texts spell in different ways, as one of them spells it."""
-    spelled: list[list[str]] = [re.split(r"[\s,;|]+", text) for text in texts]
-    for words in zip(*spelled, strict=False):
-        if len({*words}) == len(texts) and all(len(word) > 2 for word in words):
-            return str(words[index])[:30]
-    return texts[index].strip()[:30]
+    return is_odd and not head.startswith(tuple(WIDE_MARKS))

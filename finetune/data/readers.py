@@ -70,11 +70,11 @@ def read_rows(
 ) -> Iterator[SourceRow]:
     """Yield a file's rows; `kind` is json, csv, parquet, arrow, excel or text. An unreadable file is one bad row.
 
-    Raises UnclearFile if two code pages or sheets are plausible.
+    Raises UnclearFile if two sheets are plausible.
 
     Args:
         delimiter: For CSV. None: found from the first lines.
-        encoding: For CSV and text. None: found from the bytes.
+        encoding: For CSV and text. None: UTF-8, or what a byte order mark says.
         sheet: For Excel. None: the first sheet with a table.
         notes: Gets notes for the file's owner, each with its count: cells read as empty, titles skipped, sheets not
             read. 0: a note without a count.
@@ -279,16 +279,26 @@ def _after(sign: str, text: str, position: int) -> int:
     return _SPACES.match(text, position + 1).end()  # type: ignore[union-attr]
 
 
-def _decode(raw: bytes, offset: int, encoding: str = "utf-8") -> str:
+def _decode(raw: bytes, offset: int, encoding: str | None = None) -> str:
+    """A line's or a file's text, in UTF-8 for JSON (None). Raises BadRow with the byte's place in the file."""
     try:
-        return raw.decode(encoding)
+        if encoding == "utf-8" and b"\x1b$" in raw:
+            raise BadRow("is ISO-2022-JP, not UTF-8; save the file as UTF-8, or write encoding: iso2022_jp")
+        return raw.decode(encoding or "utf-8")
     except UnicodeDecodeError as error:
-        value = error.object[error.start]
-        if encoding == "utf-8":
-            byte = f"byte {offset + error.start} of the file (0x{value:02x}) is not UTF-8"
-            raise BadRow(f"{byte}; save the file as UTF-8, or convert it: iconv -f LATIN1 -t UTF-8") from None
-        byte = f"byte {offset + error.start:,} of the file (0x{value:02x})"
-        raise BadRow(f"{byte} is not {encoding}; name the file's own: encoding: cp1252") from None
+        place = f"byte {offset + error.start} of the file (0x{raw[error.start]:02x})"
+        if encoding is None:
+            raise BadRow(
+                f"{place} is not UTF-8; save the file as UTF-8, or convert it: iconv -f LATIN1 -t UTF-8"
+            ) from None
+        if encoding != "utf-8":
+            raise BadRow(f"{place} is not {encoding}; name the file's own: encoding: cp1252") from None
+        before = re.split(rb"[\s,;|]", raw[: error.start][-40:])[-1]
+        word = before + re.split(rb"[\s,;|]", raw[error.start :][:40])[0]
+        raise BadRow(
+            f"{place} is not UTF-8; save the file as UTF-8, or name its encoding; cp1252 would read this word as "
+            f"{one_line(repr(word.decode('cp1252', 'replace')), 60)}: encoding: cp1252 (init: --encoding)"
+        ) from None
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -414,7 +424,7 @@ def _read_csv(file: Path, delimiter: str | None, encoding: str | None, notes: Co
         problem = not_rows(head)
         if head.startswith(tuple(WIDE_MARKS)):
             problem = None
-        elif problem is None and is_binary(head):
+        elif problem is None and encoding is None and is_binary(head):
             problem = "is a binary file; name the data themselves, as JSON Lines, CSV or Parquet"
         elif problem is None and head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith((b'{"', b"[{")):
             problem = "this looks like JSON, not CSV; write path: json"

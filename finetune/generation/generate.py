@@ -17,7 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.varlen_kernel import largest_setting
@@ -71,21 +77,18 @@ class Sampling:
 
         A few rows at a time: with a vocabulary of 152k, a row's shares, their order and the copies of a sort are 6 MB.
         """
-        pieces = range(0, len(logits), PICKED_ROWS)
-        return torch.cat(
-            [self._picked(logits[at : at + PICKED_ROWS], uniforms[at : at + PICKED_ROWS]) for at in pieces]
-        )
-
-    def _picked(self, logits: Tensor, uniforms: Sequence[float]) -> Tensor:
-        shares = torch.softmax(logits.double() / self.temperature, -1)
-        if self.top_p < 1:
-            ranked, order = shares.sort(dim=-1, descending=True, stable=True)
-            left_out = ranked.cumsum(-1) - ranked >= self.top_p  # never the first
-            shares = shares.masked_fill(left_out.scatter(-1, order, left_out), 0.0)
-        reached = shares.cumsum(-1)
-        points = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None] * reached[:, -1:]
-        # Right of equal values: a token without a share is never picked.
-        return torch.searchsorted(reached, points, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+        picks = []
+        for start in range(0, len(logits), PICKED_ROWS):
+            shares = torch.softmax(logits[start : start + PICKED_ROWS].double() / self.temperature, -1)
+            if self.top_p < 1:
+                ranked, order = shares.sort(dim=-1, descending=True, stable=True)
+                left_out = ranked.cumsum(-1) - ranked >= self.top_p  # never the first
+                shares = shares.masked_fill(left_out.scatter(-1, order, left_out), 0.0)
+            reached = shares.cumsum(-1)
+            of_rows = torch.tensor(uniforms[start : start + PICKED_ROWS], dtype=torch.float64, device=logits.device)
+            # Right of equal values: a token without a share is never picked.
+            picks.append(torch.searchsorted(reached, of_rows[:, None] * reached[:, -1:], right=True)[:, 0])
+        return torch.cat(picks).clamp(max=logits.shape[-1] - 1)
 
 
 @contextmanager
@@ -197,28 +200,21 @@ def kept_bytes(model: nn.Module) -> int:
     how many heads its cache has is counted with all of them.
     """
     config = decoder_parts(model).config.get_text_config()
-    heads = _largest(config, 1, "num_attention_heads")
-    width = _largest(
-        config,
-        -(-_largest(config, 1, "hidden_size") // heads),
-        "head_dim",
-        "global_head_dim",
-        "qk_head_dim",
-        "v_head_dim",
+    heads = largest_setting(config, "num_attention_heads") or 1
+    width = largest_setting(config, "head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+    width = width or -(-(largest_setting(config, "hidden_size") or 1) // heads)
+    cached_heads, layers = (
+        largest_setting(config, "num_key_value_heads") or heads,
+        largest_setting(config, "num_hidden_layers"),
     )
-    kept = 2 * _largest(config, 1, "num_hidden_layers") * _largest(config, heads, "num_key_value_heads") * width
-    return max(kept * _element_size(model), activation_bytes(model))
+    return max(2 * (layers or 1) * cached_heads * width * _element_size(model), activation_bytes(model))
 
 
 def activation_bytes(model: nn.Module) -> int:
     """Bytes that a token occupies in a layer where nothing is kept for backward: four times its widest activation."""
     config = decoder_parts(model).config.get_text_config()
-    return 4 * _largest(config, 4 * _largest(config, 1, "hidden_size"), "intermediate_size") * _element_size(model)
-
-
-def _largest(config: Any, default: int, *names: str) -> int:
-    """The largest of the configuration's settings with these names; `default` if it has none."""
-    return largest_setting(config, *names) or default
+    widest = largest_setting(config, "intermediate_size") or 4 * (largest_setting(config, "hidden_size") or 1)
+    return 4 * widest * _element_size(model)
 
 
 def _element_size(model: nn.Module) -> int:
@@ -305,11 +301,11 @@ def without_settings(model: nn.Module, **settings: Any) -> Iterator[None]:
         inner.generation_config = own
 
 
-def stop_on(model: nn.Module, stops: Iterable[int]) -> list[int]:
+def stop_on(decoder: PreTrainedModel, stops: Iterable[int]) -> list[int]:
     """Add the tokens that end the training's answers to the model's generation settings, which answers and exports
     follow, and take penalties out. Returns the tokens that the settings lacked."""
-    settings = getattr(decoder_parts(model), "generation_config", None)
-    for name in penalties_of(model):
+    settings = getattr(decoder, "generation_config", None)
+    for name in penalties_of(decoder):
         setattr(settings, name, getattr(GenerationConfig(), name))
     listed = getattr(settings, "eos_token_id", None)
     own = [token for token in (listed if isinstance(listed, list) else [listed]) if token is not None]
@@ -319,9 +315,9 @@ def stop_on(model: nn.Module, stops: Iterable[int]) -> list[int]:
     return lacking
 
 
-def penalties_of(model: nn.Module) -> dict[str, Any]:
+def penalties_of(decoder: PreTrainedModel) -> dict[str, Any]:
     """The model's generation settings that change greedy answers."""
-    settings = vars(getattr(decoder_parts(model), "generation_config", None) or GenerationConfig())
+    settings = vars(getattr(decoder, "generation_config", None) or GenerationConfig())
     return {name: value for name, value in settings.items() if _is_penalty(name, value)}
 
 

@@ -8,8 +8,8 @@ forward gathers weights. A pipeline's stages compute all answers together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby, islice
 from typing import Any
@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.by_document import first_parameter
 from finetune.data.chat import Chat, Judged, Passage, documents_in
-from finetune.data.rows import ReadRow, RowReader
+from finetune.data.rows import RowReader
 from finetune.data.sources import asked_entry, resolve
 from finetune.errors import DataError, FinetuneError
 from finetune.generation.generate import (
@@ -40,7 +40,7 @@ from finetune.generation.generate import (
 )
 from finetune.measure.out_of_memory import is_out_of_memory, memory_of
 from finetune.recipe.schema import DataSet, Recipe
-from finetune.scoring.metrics import Metric, Scored, Unread, fitting_metrics, scores_of, unread, unread_in_words
+from finetune.scoring.metrics import Metric, Scored, Unread, fitting_metrics, scores_of
 from finetune.strategies.pieces import Ranks
 from finetune.tokens.dataset import Prepared
 from finetune.tokens.encoder import IGNORE, Encoder, RowError, SamplePrompt
@@ -61,18 +61,9 @@ class ScoredSet:
     metrics: list[Metric]
     max_new_tokens: int
     notes: list[str] = field(default_factory=list)
-    contents: list[Chat | Passage] = field(default_factory=list)  # the rows of a file; see `row_contents`
-
-    def check(self) -> None:
-        """Score the references against themselves. Raises DataError for those that a metric cannot read.
-
-        A function of the user's own is refused at the first reference on which it fails: it may hang on each.
-        """
-        for metric in self.metrics:
-            for part in [[item] for item in self.items] if metric.function is not None else [self.items]:
-                (first, *_) = scores_of(metric, [item.reference for item in part], part)
-                if isinstance(first, Unread) and first.why:
-                    raise DataError([f"{part[0].place}: metric {metric.name}: its reference as an answer: {first.why}"])
+    contents: list[Chat | Passage] = field(
+        default_factory=list
+    )  # each prompt's row, if `held_out_set` was asked for it
 
 
 def held_out_set(
@@ -84,44 +75,56 @@ def held_out_set(
     metrics: Sequence[Metric] = (),
     limit: int | None = None,
     max_new_tokens: int | None = None,
+    contents: bool = False,
 ) -> ScoredSet:
     """The first held-out rows with an answer each, or the rows of a file.
 
     Args:
         file, metrics, limit, max_new_tokens: Win over the recipe's eval.generate.
+        contents: Held-out rows' contents too, as a file's.
 
     Raises DataError if there is no row to answer, or a reference that a metric cannot read.
     """
     section = recipe.eval.generate
     chosen = [*metrics] or [Metric.of(choice) for choice in section.choices]
     most, file = limit or section.limit, file or section.file
-    reads_rows = not chosen or any(metric.reads_the_row for metric in chosen)
     if file is not None:
-        rows, notes = _rows_of_file(recipe.data.train[0], file, encoder, most)
+        rows, notes = rows_of_file(recipe.data.train[0], file, encoder, most)
         name = file if isinstance(file, str) else file.path
     else:
         if prepared is None or not len(prepared.split.held_out):
             raise FinetuneError("data.eval: no row is held out; add data.eval: {fraction: 0.05}, or name a data file")
-        rows, notes = _held_out_rows(recipe, encoder, prepared, most, reads_rows=reads_rows)
+        columns = not chosen or any(metric.reads_the_row for metric in chosen)
+        rows, notes = held_out_rows(recipe, encoder, prepared, most, columns=columns, contents=contents)
         name = "held-out rows"
     if not rows:
         reason = "; ".join(notes) or "plain texts and train_on: all have no question"
         raise FinetuneError(f"{name}: no row has a question and an answer to score ({reason}); name other rows")
-    prompts, items, lengths, contents = (list(column) for column in zip(*rows, strict=True))
+    prompts, items, lengths, chats = (list(column) for column in zip(*rows, strict=True))
     longest = max(lengths)
     new_tokens = max_new_tokens or section.max_new_tokens or min(MOST_NEW_TOKENS, longest + longest // 4 + SPARE_TOKENS)
-    contents = contents if file is not None else []
-    scored_set = ScoredSet(name, prompts, items, chosen or fitting_metrics(items), new_tokens, notes, contents)
-    scored_set.check()
-    return scored_set
+    chosen = chosen or fitting_metrics(items)
+    # The references are scored against themselves. A function of the user's own is refused at the first one on which it
+    # fails: it may hang on each.
+    for metric in chosen:
+        for part in [[item] for item in items] if metric.function is not None else [items]:
+            (first, *_) = scores_of(metric, [item.reference for item in part], part)
+            if isinstance(first, Unread) and first.why:
+                raise DataError([f"{part[0].place}: metric {metric.name}: its reference as an answer: {first.why}"])
+    return ScoredSet(name, prompts, items, chosen, new_tokens, notes, chats)
 
 
-ScoredRow = tuple[SamplePrompt, Scored, int, Chat | Passage | None]  # the int: tokens of the reference
+ScoredRow = tuple[SamplePrompt, Scored, int, Any]  # the int: tokens of the reference; last, its Chat or Passage
 
 
-def _held_out_rows(
-    recipe: Recipe, encoder: Encoder, prepared: Prepared, most: int, *, reads_rows: bool
+def held_out_rows(
+    recipe: Recipe, encoder: Encoder, prepared: Prepared, most: int, *, columns: bool = False, contents: bool = False
 ) -> tuple[list[ScoredRow], list[str]]:
+    """The first held-out rows with a prompt, and notes about others.
+
+    With `columns` or `contents` the rows are read again. A row may have several examples. The prompt's tokens say which
+    one is meant. Raises FinetuneError if `contents` are asked for and a row has changed since it was tokenised.
+    """
     pool, longest = prepared.pool, recipe.data.max_length
     documents, notes = prepared.split.held_out, []
     if pool.desirable is not None:
@@ -134,58 +137,39 @@ def _held_out_rows(
         whole = [index for index in whole if len(pool.document(index)[0]) < longest]
         cut = len(documents) - len(whole)
         notes += [f"{counted(cut, 'held-out row')} left out, cut at data.max_length"] if cut else []
-    rows: list[ScoredRow] = []
+    rows, places = list[ScoredRow](), dict[str, set[int]]()  # of rows that are not read again yet
     for index in whole:
         if len(rows) == most:
             break
         ids, labels = pool.document(index)
-        if not has_prompt(labels):
+        if has_prompt(labels):
+            prompt = encoder.prompt_of(ids, labels)
+            item = Scored(prompt.reference or "", pool.place(index))
+            places.setdefault(item.place, set()).add(len(rows))
+            rows.append((prompt, item, len(ids) - len(prompt.prompt_ids), None))
+    read_again = chain.from_iterable(RowReader(resolve(entry)).rows() for entry in recipe.data.sets)
+    for row in read_again if places and (columns or contents) else ():
+        if row.place not in places:
             continue
-        prompt = encoder.prompt_of(ids, labels)
-        item = Scored(prompt.reference or "", pool.place(index))
-        rows.append((prompt, item, len(ids) - len(prompt.prompt_ids), None))
-    if reads_rows:
-        places, values = {item.place for _, item, _, _ in rows}, dict[str, Mapping[str, Any]]()
-        for row in _rows_at(places, recipe.data.sets):
-            values[row.place] = row.row.values or {}
-            if len(values) == len(places):  # the rest of a large data set is not read
-                break
-        rows = [(prompt, replace(item, row=values.get(item.place, {})), new, None) for prompt, item, new, _ in rows]
-    return rows, notes
-
-
-def _rows_at(places: set[str], entries: Sequence[DataSet]) -> Iterator[ReadRow]:
-    """The rows at these places."""
-    for entry in entries:
-        yield from (row for row in RowReader(resolve(entry)).rows() if row.place in places)
-
-
-def row_contents(recipe: Recipe, encoder: Encoder, scored_set: ScoredSet) -> list[Chat | Passage]:
-    """Each prompt's chat or text with its answer; held-out rows are read again.
-
-    A row may have several examples. The prompt's tokens say which one is meant. Raises FinetuneError if a row has
-    changed since.
-    """
-    if scored_set.contents:
-        return scored_set.contents
-    contents: dict[int, Chat | Passage] = {}
-    indices: dict[str, list[int]] = {}
-    for index, item in enumerate(scored_set.items):
-        indices.setdefault(item.place, []).append(index)
-    for row in _rows_at({*indices}, recipe.data.sets):
-        for example in encoder.examples(row.read) if row.read is not None else ():
-            content = documents_in(example)[0]
+        examples: list[tuple[Chat | Passage, list[int]]] = []
+        for example in encoder.examples(row.read) if contents and row.read is not None else ():
             with suppress(RowError):
-                document = encoder.document(content)
-                for index in indices[row.place]:
-                    ids = scored_set.prompts[index].prompt_ids
-                    if document.input_ids[: len(ids)] == ids:
-                        contents.setdefault(index, content)
-        if len(contents) == len(scored_set.items):
+                content = documents_in(example)[0]
+                examples.append((content, encoder.document(content).input_ids))
+        for index in [*places[row.place]]:
+            prompt, item, new, _ = rows[index]
+            begin = prompt.prompt_ids
+            same = next((content for content, tokens in examples if tokens[: len(begin)] == begin), None)
+            if same is not None or not contents:
+                rows[index] = prompt, Scored(item.reference, item.place, row.row.values or {}), new, same
+                places[row.place].remove(index)
+        if not places[row.place]:
+            del places[row.place]
+        if not places:  # the rest of a large data set is not read
             break
-    if missing := [item.place for index, item in enumerate(scored_set.items) if index not in contents]:
-        raise FinetuneError(f"{missing[0]}: this row is not as it was when the data was tokenised; run it again")
-    return [contents[index] for index in range(len(scored_set.items))]
+    if places and contents:
+        raise FinetuneError(f"{min(places)}: this row is not as it was when the data was tokenised; run it again")
+    return rows, notes
 
 
 def last_answer_turn(chat: Chat) -> int:
@@ -194,20 +178,15 @@ def last_answer_turn(chat: Chat) -> int:
     return max(index for index, (turn, supervised) in turns if turn["role"] == "assistant" and supervised)
 
 
-def conversations(recipe: Recipe, encoder: Encoder, scored_set: ScoredSet) -> list[Chat | Passage]:
-    """Each prompt's conversation, up to its last supervised answer, as a server gets it."""
-    chats: list[Chat | Passage] = []
-    for content in row_contents(recipe, encoder, scored_set):
-        if isinstance(content, Chat):
-            last, variables = last_answer_turn(content), encoder.variables_for_server(content.template_kwargs)
-            content = Chat(content.messages[:last], content.tools, content.supervised[:last], variables)
-        chats.append(content)
-    return chats
+def conversation(content: Chat | Passage, encoder: Encoder) -> Chat | Passage:
+    """A row's conversation up to its last supervised answer, as a server gets it."""
+    if isinstance(content, Passage):
+        return content
+    last, variables = last_answer_turn(content), encoder.variables_for_server(content.template_kwargs)
+    return Chat(content.messages[:last], content.tools, content.supervised[:last], variables)
 
 
-def _rows_of_file(
-    entry: DataSet, file: str | DataSet, encoder: Encoder, most: int
-) -> tuple[list[ScoredRow], list[str]]:
+def rows_of_file(entry: DataSet, file: str | DataSet, encoder: Encoder, most: int) -> tuple[list[ScoredRow], list[str]]:
     """The rows of a data file, read as `entry` is. Raises DataError with every mistake.
 
     A question that comes twice is asked twice. If `entry` drops rows with an empty cell, a note counts them.
@@ -242,21 +221,15 @@ def _rows_of_file(
         raise DataError(mistakes[:5], len(mistakes), max(0, len(mistakes) - 5))
     empty = reader.facts()["dropped"].get("empty", 0)
     notes = [f"{counted(empty, 'row')} with an empty cell left out"] if empty else []
-    if texts and _trains_on_chats(entry):
-        notes.append(
-            f"{counted(texts, 'question')} asked as plain text, without the chat template that training rows have; "
-            "write them as messages"
-        )
+    with suppress(DataError):  # the training's file may have gone since
+        source = resolve(entry) if texts else None
+        trained = islice(RowReader(source).rows(), 1) if source is not None and source.kind != "hub" else ()
+        if any(isinstance(row.read, Chat) for row in trained):
+            notes.append(
+                f"{counted(texts, 'question')} asked as plain text, without the chat template that training rows have; "
+                "write them as messages"
+            )
     return rows, notes
-
-
-def _trains_on_chats(entry: DataSet) -> bool:
-    """Whether the first row of a data set on this machine is a chat."""
-    with suppress(DataError):  # the file may have gone since the training
-        source = resolve(entry)
-        if source.kind != "hub":
-            return any(isinstance(row.read, Chat) for row in islice(RowReader(source).rows(), 1))
-    return False
 
 
 def has_prompt(labels: np.ndarray) -> bool:
@@ -281,8 +254,7 @@ def tokens_that_fit(model: nn.Module, device: torch.device, ranks: Ranks) -> int
 
     With 8 GB free Llama-3.1-8B gets 4e9 / 131,072 = 30,517 tokens.
     """
-    room: int = memory_of(device).free // 2 // kept_bytes(model)
-    least: int = min(ranks.gather(room))
+    least: int = min(ranks.gather(memory_of(device).free // 2 // kept_bytes(model)))
     return max(BATCH_TOKENS, min(MOST_BATCH_TOKENS, least))
 
 
@@ -294,6 +266,7 @@ def generated_answers(
     show: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
     *,
+    indices: Sequence[int] | None = None,
     sampling: Sampling | None = None,
     draws: Sequence[tuple[int, int]] = (),
 ) -> list[Answer]:
@@ -302,12 +275,14 @@ def generated_answers(
     Args:
         show: Receives the progress.
         say: Receives a line if memory runs out. It names the smaller batches that follow.
+        indices: The prompts to answer, which may repeat; None: all.
         sampling: None: greedy.
         draws: Each prompt's row and answer number, which its drawn tokens depend on. Without `batching.shared`, only a
             row's answers share a batch. They are equally long, so nothing is padded, and no other row changes their
             sums: in float32 they are the same bytes in every run.
     """
     ranks, answers = batching.ranks, dict[int, Answer]()
+    questions = scored_set.prompts if indices is None else [scored_set.prompts[index] for index in indices]
     gathers = batching.sharded and ranks.world > 1
     batched = batching.shared or bool(draws)
     rows = [] if batching.shared else [row for row, _ in draws]  # only prompts of one row share a batch
@@ -315,7 +290,7 @@ def generated_answers(
     with answering(model):
         for before, end in zip([0, *ends], ends, strict=False):
             new, prompts = end - before, dict[int, list[int]]()
-            for index, prompt in enumerate(scored_set.prompts):
+            for index, prompt in enumerate(questions):
                 if not before:
                     prompts[index] = prompt.prompt_ids
                 elif not answers[index].ended:
@@ -331,17 +306,14 @@ def generated_answers(
             batches = _batches(order, prompts, new, most, rows)
             if not batching.staged:
                 batches = batches[ranks.rank :: ranks.world]
-            own: dict[int, Answer] = {}  # this rank's
-            done = 0
+            own, done = dict[int, Answer](), 0  # this rank's answers, and its batches
             # Sharded weights are gathered by all ranks at once. So a rank without a batch of its own computes the
             # shortest prompt while others have one, and after each batch they agree who ran out of memory.
             while any(ranks.gather(bool(batches))) if gathers else batches:
                 batch, *rest = batches or [order[:1]]
                 place = f"answers to {scored_set.name}: batch {done + 1} of {done + max(1, len(batches))}"
-                of_batch: list[Answer] = []
-                full, alone = 0, ""  # tokens that do not fit, and why where they are one row
-                nothing: AbstractContextManager[list[Exception]] = nullcontext([])
-                with layers_left_out(model) if gathers else nothing as failed:
+                of_batch, full, alone = list[Answer](), 0, ""  # tokens that do not fit, and why where they are one row
+                with layers_left_out(model) as failed:  # changes sharded layers alone
 
                     def show_token(token: int, place: str = place, before: int = before) -> bool:
                         show(f"{place}, token {before + token} of at most {scored_set.max_new_tokens}")
@@ -385,7 +357,7 @@ def generated_answers(
             for index, answer in own.items():
                 tokens = answers[index].tokens + answer.tokens if before else answer.tokens
                 answers[index] = decoded_answer(tokens, tokenizer, ended=answer.ended)
-    return [answers[index] for index in range(len(scored_set.prompts))]
+    return [answers[index] for index in range(len(questions))]
 
 
 @contextmanager
@@ -443,18 +415,3 @@ def scores_on_all(scored_set: ScoredSet, answers: Sequence[Answer], ranks: Ranks
     """Metric -> each row's score. Rank 0 scores; a mistake is raised on every rank."""
     texts, metrics = [answer.text for answer in answers], scored_set.metrics
     return ranks.rank_0_first(lambda: {metric.name: scores_of(metric, texts, scored_set.items) for metric in metrics})
-
-
-def score_line(step: int, scores: dict[str, list[float]], answers: Sequence[Answer]) -> dict[str, Any]:
-    """The line of metrics.jsonl for one scored generation: each metric's mean over the rows, and its unread answers."""
-    not_read = {name: unread([answer.text for answer in answers], values) for name, values in scores.items()}
-    means = {f"score_{name}": sum(values) / len(values) for name, values in scores.items()}
-    return {"kind": "score", "step": step, "rows": len(answers), **means, "unread": not_read}
-
-
-def score_line_in_words(line: Mapping[str, Any]) -> str:
-    """A line's scores for the terminal: exact 0.920, number 0.950 (200 answers)."""
-    means = [(key.removeprefix("score_"), value) for key, value in line.items() if key.startswith("score_")]
-    not_read = [f"; {name} {unread_in_words(part)}" for name, part in line["unread"].items() if part["count"]]
-    shown = ", ".join(f"{name} {mean:.3f}" for name, mean in means)
-    return f"{shown} ({counted(line['rows'], 'answer')})" + "".join(not_read)

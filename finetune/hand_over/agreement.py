@@ -6,7 +6,7 @@ ways to multiply them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,18 +73,14 @@ class Reference:
     logits: list[Tensor] = field(repr=False)  # float32 [compared, vocabulary] each, on the host
     adapter: Agreement = field(default_factory=Agreement)
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(document.targets) for document in self.documents)
-
 
 def documents_to_compare(prepared: Prepared, count: int, vocabulary: int) -> list[ComparedDocument]:
     """The first held-out documents, or training documents if none are held out, with tokens spread over the answers."""
     split = prepared.split
     documents = split.held_out if len(split.held_out) else np.unique(split.train)
     chosen = documents[:count].tolist()
-    tokens_each = max(1, KEPT_BYTES // (4 * vocabulary * max(1, len(chosen))))
-    return [compared_document(*prepared.pool.document(index), tokens_each) for index in chosen]
+    most_tokens = max(1, KEPT_BYTES // (4 * vocabulary * max(1, len(chosen))))
+    return [compared_document(*prepared.pool.document(index), most_tokens) for index in chosen]
 
 
 def compared_document(ids: np.ndarray, labels: np.ndarray, most: int) -> ComparedDocument:
@@ -137,13 +133,25 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
     saved_dtypes = [(layer, layer.compute_dtype) for layer in quantized if hasattr(layer, "compute_dtype")]
     for layer, _ in saved_dtypes:
         layer.compute_dtype = torch.float32
-    for module in model.modules():
+    stored: dict[nn.Parameter, Tensor] = {}
+
+    def narrow(module: nn.Module) -> list[nn.Parameter]:
         own = module.parameters(recurse=False)
-        narrow = [parameter for parameter in own if parameter.is_floating_point() and parameter.dtype != torch.float32]
-        if module not in quantized and narrow:
-            widen, narrow_again = _hooks(narrow)
-            handles.append(module.register_forward_pre_hook(widen))
-            handles.append(module.register_forward_hook(narrow_again))
+        return [parameter for parameter in own if parameter.is_floating_point() and parameter.dtype != torch.float32]
+
+    def widen(module: nn.Module, *_: Any) -> None:
+        for parameter in narrow(module):
+            stored[parameter] = parameter.data
+            parameter.data = parameter.data.float()
+
+    def narrow_again(module: nn.Module, *_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter in stored:
+                parameter.data = stored.pop(parameter)
+
+    for module in model.modules():
+        if module not in quantized and narrow(module):
+            handles += [module.register_forward_pre_hook(widen), module.register_forward_hook(narrow_again)]
     try:
         yield
     finally:
@@ -151,20 +159,3 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
             handle.remove()
         for layer, dtype in saved_dtypes:
             layer.compute_dtype = dtype
-
-
-def _hooks(parameters: Sequence[nn.Parameter]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """A hook that makes the parameters float32 before a layer computes, and one that puts the stored data back."""
-    stored: list[Tensor] = []
-
-    def widen(*_: Any) -> None:
-        for parameter in parameters:
-            stored.append(parameter.data)
-            parameter.data = parameter.data.float()
-
-    def narrow_again(*_: Any) -> None:
-        for parameter, data in zip(parameters, stored, strict=True):
-            parameter.data = data
-        stored.clear()
-
-    return widen, narrow_again

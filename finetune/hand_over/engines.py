@@ -13,8 +13,6 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,23 +40,14 @@ TEMPLATE = "chat_template.jinja"  # transformers' name for it
 QUESTION = "Define: Apology"
 
 
-@dataclass(frozen=True)
-class HandOver:
-    """A folder to be written, and how to serve it."""
-
-    outcome: str  # accepted, merged or whole model
-    words: str  # one line about the result
-    command: list[str]
-    ask: list[str]
-    write: Callable[[Path], None]  # makes the folder, complete except for the record
-    notes: tuple[str, ...] = ()
-
-
 def export_for(run_dir: Path, engine: str, to: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
     """Write what an engine reads, and say the command that serves it. Raises FinetuneError."""
     if engine not in ("ollama", "llama.cpp"):
         facts = hand_over(run_dir, engine, to, say)  # type: ignore[arg-type]  # the verb checked it
-        say(describe_hand_over(facts))
+        lines = [f"for {engine}, {facts['words']}: {facts['folder']}", *(f"note: {note}" for note in facts["notes"])]
+        if facts["command"] != facts["ask"]:
+            lines += ["serve it:", f"  {facts['command']}"]
+        say("\n".join([*lines, "ask it:", f"  {facts['ask']}"]))
         return facts
     if to is not None:
         raise FinetuneError(f"--to: --for {engine} writes gguf/ in the run's folder; leave --to out")
@@ -80,122 +69,82 @@ def hand_over(
     """
     run, folder = finished_run(run_dir), to or run_dir / SERVING / engine
     refuse_foreign(folder, SERVING_RECORD, below=run_dir)
-    match engine:
-        case "transformers":
-            planned = _for_transformers(run, folder, say)
-        case "peft":
-            planned = _for_peft(run, folder)
-        case "vllm":
-            planned = _for_vllm(run, folder, say)
+    recipe, path, name = run.recipe, str(folder.resolve()), run_dir.resolve().name
+    if recipe.lora is None and engine == "peft":
+        raise FinetuneError(f"{run_dir}: all weights were trained, so there is no adapter; use --for transformers")
+    settings: Mapping[str, Any] = {}
+    reason = None  # why vLLM gets no adapter
+    if engine == "vllm" and recipe.lora is not None:
+        settings = look_at_adapter(run.product)
+        reason = why_merged(settings, read_header(run.product / ADAPTER_WEIGHTS))
+    is_adapter = recipe.lora is not None and engine != "transformers" and reason is None
+    source, outcome, words, notes = run.product, "accepted", "the adapter as it is", list[str]()
+    if not is_adapter:
+        source, outcome, words = whole_model(run, 0, say), "whole model", "the whole model as trained"
+        if recipe.lora is not None:
+            outcome, words = "merged", f"the merged model in {source.name}/"
+        if reason is not None:
+            words += f", because {reason}"
+    trust = ["--trust-remote-code"] if recipe.model.trust_remote_code else []
+    has_template = (run.product / TEMPLATE).is_file()
+    if engine == "vllm":
+        ask, options = _curl(name, run, chat=has_template), ["--dtype", recipe.model.dtype, *trust]
+        if run.conversation.tools:  # else it returns calls as text
+            templates = "".join(run.conversation.templates.values())
+            parser = next((parser for text, parser in CALL_PARSERS.items() if text in templates), "PARSER")
+            options += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+        # With "=", a name that begins with a dash is no option.
+        served = [path, f"--served-model-name={name}"]
+        if is_adapter:
+            served = [_base(recipe), *lora_options(name, path, settings["r"])]
+            words += f", rank {settings['r']}"
+            if recipe.model.revision != "main":
+                options += ["--revision", recipe.model.revision]
+            if has_template:  # vLLM takes the base's otherwise, and training may have had another
+                options += ["--chat-template", f"{path}/{TEMPLATE}"]
+            if (run.product / GENERATION).is_file():  # the base's lists other end tokens
+                options += ["--generation-config", path]
+            if positions := _scaled_positions(recipe):
+                options += ["--hf-overrides", json.dumps(positions)]
+            if recipe.quantization is not None:
+                notes.append(
+                    "it was trained over the quantised base, and vLLM adds it to the base's own weights; finetune "
+                    "merge measures how much that changes"
+                )
+            if "PARSER" in options:
+                notes.append("no parser is known for this template's calls; name one of vLLM's in place of PARSER")
+        command = ["vllm", "serve", *served, *options]
+    else:
+        ask = ["python", f"{path}/{SCRIPT}", QUESTION]
+        command = ask if is_adapter else ["transformers", "serve", path, *trust]
     record = {
-        "run": run_dir.resolve().name,
+        "run": name,
         "engine": engine,
-        "outcome": planned.outcome,
-        "words": planned.words,
-        "notes": list(planned.notes),
-        "command": shlex.join(planned.command),
-        "ask": shlex.join(planned.ask),
+        "outcome": outcome,
+        "words": words,
+        "notes": notes,
+        "command": shlex.join(command),
+        "ask": shlex.join(ask),
     }
+
+    def link(file: str, target: str) -> None:
+        """A second name for each of the whole model's files, so that they take no more disk."""
+        try:
+            os.link(file, target)
+        except OSError:  # another disk, or a file system without hard links
+            shutil.copyfile(file, target)
+
     with library_errors(writing=folder, kept="the run is untouched; "), making(folder) as temporary:
-        planned.write(temporary)
+        shutil.copytree(source, temporary, copy_function=shutil.copy2 if is_adapter else link)
+        if engine != "vllm":
+            write_text(temporary / SCRIPT, _script(run, adapter=is_adapter))
+        elif (
+            is_adapter and len(run.conversation.templates) > 1
+        ):  # vLLM takes one, and would take the default for tools too
+            write_text(temporary / TEMPLATE, run.conversation.template_for_engines())
         write_record(temporary, SERVING_RECORD, record)
         publish_folder(temporary, folder)
     return {"folder": str(folder), **record}
-
-
-def describe_hand_over(facts: Mapping[str, Any]) -> str:
-    """The verb's output."""
-    lines = [f"for {facts['engine']}, {facts['words']}: {facts['folder']}"]
-    lines += [f"note: {note}" for note in facts["notes"]]
-    if facts["command"] != facts["ask"]:
-        lines += ["serve it:", f"  {facts['command']}"]
-    return "\n".join([*lines, "ask it:", f"  {facts['ask']}"])
-
-
-def _for_transformers(run: FinishedRun, folder: Path, say: Callable[[str], None]) -> HandOver:
-    path, source = folder.resolve(), whole_model(run, 0, say)
-    command, ask = ["transformers", "serve", str(path)], ["python", str(path / SCRIPT), QUESTION]
-    if run.recipe.model.trust_remote_code:
-        command.append("--trust-remote-code")
-    automatic = "AutoModelForCausalLM"
-    if run.recipe.lora is not None:
-        automatic = auto_class(configuration(run.recipe)).__name__
-
-    def write(target: Path) -> None:
-        _link_files(source, target)
-        write_text(target / SCRIPT, _script(run, automatic, adapter=False))
-
-    return HandOver(*_whole_in_words(run, source), command, ask, write)
-
-
-def _whole_in_words(run: FinishedRun, source: Path) -> tuple[str, str]:
-    """The outcome, and a line about it."""
-    if run.recipe.lora is None:
-        return "whole model", "the whole model as trained"
-    return "merged", f"the merged model in {source.name}/"
-
-
-def _for_peft(run: FinishedRun, folder: Path) -> HandOver:
-    if run.recipe.lora is None:
-        raise FinetuneError(f"{run.folder}: all weights were trained, so there is no adapter; use --for transformers")
-    script = _script(run, auto_class(configuration(run.recipe)).__name__, adapter=True)
-
-    def write(target: Path) -> None:
-        shutil.copytree(run.product, target)
-        write_text(target / SCRIPT, script)
-
-    command = ["python", str(folder.resolve() / SCRIPT), QUESTION]
-    return HandOver("accepted", "the adapter as it is", command, command, write)
-
-
-def _for_vllm(run: FinishedRun, folder: Path, say: Callable[[str], None]) -> HandOver:
-    recipe, path, name = run.recipe, str(folder.resolve()), run.folder.resolve().name
-    options = ["--dtype", recipe.model.dtype]
-    if recipe.model.trust_remote_code:
-        options.append("--trust-remote-code")
-    ask = _curl(name, run, chat=(run.product / TEMPLATE).is_file())
-    if run.conversation.tools:  # else it returns calls as text
-        templates = "".join(run.conversation.templates.values())
-        parser = next((parser for text, parser in CALL_PARSERS.items() if text in templates), "PARSER")
-        options += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
-    settings: Mapping[str, Any] = {}
-    reason = None
-    if recipe.lora is not None:
-        settings = look_at_adapter(run.product)
-        reason = why_merged(settings, read_header(run.product / ADAPTER_WEIGHTS))
-    if recipe.lora is None or reason is not None:
-        source = whole_model(run, 0, say)
-        outcome, words = _whole_in_words(run, source)
-        if reason is not None:
-            words += f", because {reason}"
-        # With "=", a name that begins with a dash is no option.
-        command = ["vllm", "serve", path, f"--served-model-name={name}", *options]
-        return HandOver(outcome, words, command, ask, partial(_link_files, source))
-    if recipe.model.revision != "main":
-        options += ["--revision", recipe.model.revision]
-    if (run.product / TEMPLATE).is_file():  # vLLM takes the base's otherwise, and training may have had another
-        options += ["--chat-template", f"{path}/{TEMPLATE}"]
-    if (run.product / GENERATION).is_file():  # the base's lists other end tokens
-        options += ["--generation-config", path]
-    if positions := _scaled_positions(recipe):
-        options += ["--hf-overrides", json.dumps(positions)]
-    command = ["vllm", "serve", _base(recipe), *lora_options(name, path, settings["r"]), *options]
-    notes = []
-    if recipe.quantization is not None:
-        notes.append(
-            "it was trained over the quantised base, and vLLM adds it to the base's own weights; finetune merge "
-            "measures how much that changes"
-        )
-    if "PARSER" in options:
-        notes.append("no parser is known for this template's calls; name one of vLLM's in place of PARSER")
-    words = f"the adapter as it is, rank {settings['r']}"
-
-    def write(target: Path) -> None:
-        shutil.copytree(run.product, target)
-        if len(run.conversation.templates) > 1:  # vLLM takes one template, and would take the default for tools too
-            write_text(target / TEMPLATE, run.conversation.template_for_engines())
-
-    return HandOver("accepted", words, command, ask, write, tuple(notes))
 
 
 def _scaled_positions(recipe: Recipe) -> dict[str, Any]:
@@ -208,22 +157,8 @@ def _scaled_positions(recipe: Recipe) -> dict[str, Any]:
 
 def _base(recipe: Recipe) -> str:
     """The base as an engine finds it: a folder's path, or its name on the Hub."""
-    path = resolve_model_path(recipe.model.name_or_path)
-    if Path(path).is_dir():
-        return str(Path(path).resolve())
-    return path
-
-
-def _link_files(source: Path, target: Path) -> None:
-    """Give each file a second name in `target`, so that a whole model takes no more disk; a copy on another disk."""
-
-    def link(one: str, other: str) -> None:
-        try:
-            os.link(one, other)
-        except OSError:  # another disk, or a file system without hard links
-            shutil.copyfile(one, other)
-
-    shutil.copytree(source, target, copy_function=link)
+    path = Path(resolve_model_path(recipe.model.name_or_path))
+    return str(path.resolve()) if path.is_dir() else str(path)
 
 
 # A text in a chat template -> vLLM's parser for the calls that it writes. The first one counts.
@@ -234,31 +169,29 @@ CALL_PARSERS = {"<function=": "qwen3_coder", "<arg_key>": "glm45", "<tool_call>"
 def _curl(model: str, run: FinishedRun, *, chat: bool) -> list[str]:
     """A request to a server on this machine, greedy, in the form that the model was trained on."""
     body: dict[str, Any] = {"model": model, "max_tokens": 64, "temperature": 0}
-    place = "completions"
     if chat:
-        place = "chat/completions"
         body["messages"] = [*run.conversation.opening(), {"role": "user", "content": QUESTION}]
         if variables := run.recipe.data.chat_template_kwargs:
             body["chat_template_kwargs"] = variables
     else:
         body["prompt"] = QUESTION
-    address = f"http://localhost:8000/v1/{place}"
+    address = f"http://localhost:8000/v1/{'chat/' if chat else ''}completions"
     return ["curl", address, "-H", "Content-Type: application/json", "-d", json.dumps(body, ensure_ascii=False)]
 
 
-def _script(run: FinishedRun, automatic: str, *, adapter: bool) -> str:
+def _script(run: FinishedRun, *, adapter: bool) -> str:
     """ask.py for a whole model, or for an adapter and its base."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    section, quantization = run.recipe.model, run.recipe.quantization
-    if (
-        quantization is not None and stored_format(configuration(run.recipe).to_dict()) == MXFP4
-    ):  # transformers reads it
-        quantization = None
+    section, quantization, automatic = run.recipe.model, run.recipe.quantization, "AutoModelForCausalLM"
+    if run.recipe.lora is not None:
+        config = configuration(run.recipe)
+        automatic = auto_class(config).__name__
+        if stored_format(config.to_dict()) == MXFP4:  # transformers reads it
+            quantization = None
     names, options = [automatic, "AutoTokenizer"], [f"dtype={section.dtype!r}"]
-    trust, has_settings = "", (run.product / GENERATION).is_file()  # an adapter has them where its base's differ
-    if section.trust_remote_code:
-        trust = ", trust_remote_code=True"
+    trust = ", trust_remote_code=True" if section.trust_remote_code else ""
+    has_settings = (run.product / GENERATION).is_file()  # an adapter has them where its base's differ
     if adapter:
         if section.revision != "main":
             options.append(f"revision={section.revision!r}")

@@ -70,11 +70,10 @@ def run_at(run_dir: Path, step: int | None) -> Path:
     """The folder that other verbs read: the run itself, or with `step` its export, made if it does not exist."""
     if step is None:
         return run_dir
-    folder = _default_folder(run_dir, step)
-    recorded = _record(folder)
-    checkpoint = step_folder(run_dir, step)
+    folder = run_dir / EXPORTS / f"step-{step:08d}"
+    exported, checkpoint = _fact(folder / EXPORT_RECORD, "checkpoint"), step_folder(run_dir, step)
     # A run that started over has another checkpoint at this step. A deleted one cannot contradict its export.
-    if recorded and (not checkpoint.is_dir() or recorded["checkpoint"] == _manifest_hash(checkpoint)):
+    if exported and (not checkpoint.is_dir() or exported == _fact(checkpoint / "MANIFEST.json", "sha256")):
         return folder
     export_step(run_dir, step, folder)
     return folder
@@ -93,7 +92,7 @@ def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, A
 
     Raises FinetuneError if there is no such checkpoint, it is damaged or not finite, or `to` holds other files.
     """
-    folder = to or _default_folder(run_dir, step)
+    folder = to or run_dir / EXPORTS / f"step-{step:08d}"
     resolved = require_run_folder(run_dir)
     refuse_foreign(folder, EXPORT_RECORD, below=run_dir, later=OF_A_RUN)  # before minutes of hashing and building
     checkpoint = _checkpoint_at(run_dir, step)
@@ -103,27 +102,17 @@ def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, A
         temporary.mkdir()
         _copy_record(run_dir, temporary, step)
         product, notes = _write_product(recipe.model_copy(update={"output_dir": str(temporary)}), checkpoint)
-        record = {"run": run_dir.resolve().name, "step": step, "checkpoint": _manifest_hash(checkpoint.path)}
+        manifest_hash = _fact(checkpoint.path / "MANIFEST.json", "sha256")
+        record = {"run": run_dir.resolve().name, "step": step, "checkpoint": manifest_hash}
         write_record(temporary, EXPORT_RECORD, record)
         publish_folder(temporary, folder)
     return {"folder": str(folder), "product": str(folder / product.name), "notes": notes, **record}
 
 
-def _default_folder(run_dir: Path, step: int) -> Path:
-    return run_dir / EXPORTS / f"step-{step:08d}"
-
-
-def _record(folder: Path) -> dict[str, Any]:
+def _fact(file: Path, name: str) -> str:
+    """A fact of a JSON file; empty if it has none. A manifest's own hash covers every file of its checkpoint."""
     try:
-        return read_object(folder / EXPORT_RECORD)
-    except FinetuneError:  # there is none, or no export wrote it
-        return {}
-
-
-def _manifest_hash(checkpoint: Path) -> str:
-    """A checkpoint manifest's own hash, which covers every file; empty if it has none."""
-    try:
-        return str(read_object(checkpoint / "MANIFEST.json", MANIFEST_BYTES).get("sha256", ""))
+        return str(read_object(file, MANIFEST_BYTES).get(name, ""))
     except FinetuneError:
         return ""
 
@@ -139,10 +128,8 @@ def _checkpoint_at(run_dir: Path, step: int) -> Checkpoint:
         )
     checkpoint = examine(folder)
     if isinstance(checkpoint, str):
-        others = [str(other) for other in checkpoint_steps(run_dir) if other != step]
-        remedy = "it is the only one: resume or repeat the run"
-        if others:
-            remedy = f"name another step: {', '.join(others)}"
+        others = ", ".join(str(other) for other in checkpoint_steps(run_dir) if other != step)
+        remedy = f"name another step: {others}" if others else "it is the only one: resume or repeat the run"
         raise FinetuneError(f"{folder}: damaged, not exported: {checkpoint}; {remedy}")
     return checkpoint
 

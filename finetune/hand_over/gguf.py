@@ -108,13 +108,8 @@ def hand_over_gguf(run_dir: Path, engine: Engine, say: Say) -> dict[str, Any]:
         run = finished_run(run_dir)
         go_template(run, load_run_tokenizer(run))
     facts = write_gguf(run_dir, "q8_0", say)
-    file = facts["modelfile"] if engine == "ollama" else facts["file"]
-    return {
-        "folder": str(run_dir / "gguf"),
-        "file": file,
-        "command": facts["commands"][engine],
-        "notes": facts["notes"],
-    }
+    file, command = facts["modelfile"] if engine == "ollama" else facts["file"], facts["commands"][engine]
+    return {"folder": str(run_dir / "gguf"), "file": file, "command": command, "notes": facts["notes"]}
 
 
 def converter() -> Path:
@@ -188,8 +183,14 @@ def _converted(
         elif "No space left" in lines[-1]:
             remedy = "free some space"
         raise FinetuneError(f"{place} refused: {one_line(lines[-1].strip(), 300)}; {remedy}")
-    facts = _facts_in(output)
-    if facts is None or not file.is_file():
+    facts: dict[str, Any] = {}
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        # The JSON object in the last line, if it is the one that gguf_script.py prints.
+        printed = json.loads((output.strip().splitlines() or [""])[-1])
+        kinds = {"tensors": dict, "unfitting": int, "not_finite": str | None, "add_bos": bool | None}
+        if all(isinstance(printed[key], kind) for key, kind in kinds.items()):
+            facts = printed
+    if not facts or not file.is_file():
         raise FinetuneError(f"{place} ended without saying what it wrote; {newer}")
     if tensor := facts.pop("not_finite"):
         raise FinetuneError(
@@ -197,18 +198,6 @@ def _converted(
             "serve this folder with an engine that computes in bfloat16"
         )
     return facts
-
-
-def _facts_in(output: str) -> dict[str, Any] | None:
-    """The JSON object in the output's last line; None if it is not the one that `gguf_script.py` prints."""
-    try:
-        facts = json.loads((output.strip().splitlines() or [""])[-1])
-        kinds = {"tensors": dict, "unfitting": int, "not_finite": str | None, "add_bos": bool | None}
-        if all(isinstance(facts[key], kind) for key, kind in kinds.items()):
-            return dict(facts)
-    except (ValueError, LookupError, TypeError, RecursionError):
-        pass
-    return None
 
 
 def describe_gguf(facts: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 That converter brings a `gguf` of its own, so it cannot live in the kit's environment. This file imports nothing from
 the kit. `gguf.py` runs it and reads the JSON object in its output's last line.
 
-    python gguf_script.py MODEL FILE f16|q8_0|q4_k_m yes|no|own PYTHON_VERSION SITE_PACKAGES END_TOKENS
+    python gguf_script.py MODEL FILE f16|q8_0|q4_k_m yes|no PYTHON_VERSION SITE_PACKAGES END_TOKENS
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Q8_BLOCK = 32  # numbers in one block of Q8_0
 
 
 def convert(model: str, file: Path, kind: str, add_bos: str, ends: Sequence[int]) -> None:
-    """Run the converter on the folder `model`. With `add_bos` yes or no, the file says so to every engine.
+    """Run the converter on the folder `model`. The file says `add_bos`, yes or no, to every engine.
 
     `ends` get the file's names for end tokens that are free, in this order.
     """
@@ -34,9 +34,8 @@ def convert(model: str, file: Path, kind: str, add_bos: str, ends: Sequence[int]
     write_header = gguf.GGUFWriter.write_header_to_file
 
     def with_our_bos(writer: Any, *arguments: Any, **options: Any) -> None:
-        if add_bos != "own":
-            # kv_data is the writer's own public list, one dictionary per output file.
-            writer.kv_data[0][ADD_BOS] = gguf.GGUFValue(value=add_bos == "yes", type=gguf.GGUFValueType.BOOL)
+        # kv_data is the writer's own public list, one dictionary per output file.
+        writer.kv_data[0][ADD_BOS] = gguf.GGUFValue(value=add_bos == "yes", type=gguf.GGUFValueType.BOOL)
         named = {kind: value.value for kind in END_NAMES if (value := writer.kv_data[0].get(kind)) is not None}
         free = [name for name in END_NAMES if name not in named]
         unnamed = [end for end in ends if end not in named.values()]
@@ -153,7 +152,7 @@ def main() -> None:
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         # Behind this interpreter's own packages: torch and transformers, where it lacks them.
         sys.path.append(site_packages)
-    file, unfitting = Path(target), 0
+    file, unfitting, not_finite = Path(target), 0, None
     if kind == "q4_k_m":
         import libgguf  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # absent: say so before the work
 
@@ -164,7 +163,6 @@ def main() -> None:
         half.unlink()
     else:
         convert(model, file, kind, add_bos, ends)
-        not_finite = None
     facts = facts_of_gguf(file)
     facts["ends_without_name"] = [end for end in ends if end not in facts["ends"]]
     facts |= {"unfitting": unfitting, "not_finite": not_finite or facts["not_finite"]}

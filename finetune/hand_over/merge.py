@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +14,7 @@ from transformers import AutoConfig
 from finetune.errors import FinetuneError
 from finetune.files import check_output, making, publish_folder
 from finetune.finished_run import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
-from finetune.hand_over.agreement import (
-    agreement_with,
-    documents_to_compare,
-    run_reference,
-)
+from finetune.hand_over.agreement import agreement_with, documents_to_compare, run_reference
 from finetune.hand_over.merged_weights import Merge, plan_merge, write_merged
 from finetune.hand_over.own_folder import refuse_foreign, write_record
 from finetune.model.new_tokens import load_tokenizer
@@ -132,7 +128,7 @@ def _verify(
     return {
         "documents": len(documents),
         "held_out": bool(len(prepared.split.held_out)),
-        "tokens": reference.tokens,
+        "tokens": reference.adapter.tokens,
         "adapter": reference.adapter.as_json(),
         "candidates": {kind: merged.as_json()},  # earlier releases compared two
         "base": base.as_json(),
@@ -140,39 +136,32 @@ def _verify(
 
 
 def describe_merge(facts: Mapping[str, Any]) -> str:
-    """The verb's output: the folder, a table, and advice."""
-    size = f"{counted(facts['files'], 'file')}, {facts['bytes'] / 1e6:,.0f} MB, {facts['dtype']}"
-    lines = list(_table(facts))
+    """The verb's output: a table, the folder, and a note if the number format loses much of the adapter."""
+    agreement, lines, note = facts["agreement"], list[str](), list[str]()
+    if agreement is None:
+        command = shlex.join(["finetune", "merge", str(Path(facts["folder"]).parent)])
+        lines.append(f"not compared with the adapter; to compare both, run: {command}")
+    else:
+        documents = counted(
+            agreement["documents"],
+            "held-out document" if agreement["held_out"] else "training (none are held out) document",
+        )
+        merged = agreement["candidates"][facts["base"]]
+        lines += [
+            f"{counted(agreement['tokens'], 'answer token')} of {documents}, computed in float32:",
+            f"{'':24}{'same top token':>15}{'mean KL':>11}{'largest logit difference':>26}{'loss':>9}",
+        ]
+        for name, row in {"the adapter": agreement["adapter"], "merged": merged, "the base": agreement["base"]}.items():
+            lines.append(
+                f"{name:24}{row['top1']:>15.2%}{row['kl']:>11.2e}{row['largest_logit_difference']:>26.2e}"
+                f"{row['loss']:>9.4f}"
+            )
+        # The base's KL to the adapter model is the adapter's whole change. 1e-12 avoids a division by zero.
+        lost_share = merged["kl"] / max(agreement["base"]["kl"], 1e-12)
+        if lost_share > NOTHING_LOST and facts["dtype"] != "float32":
+            lost = f"{lost_share:.0%} of what the adapter changed is lost in {facts['dtype']}"
+            note.append(f"note: {lost}; take --dtype float32")
     if start := facts.get("started_from"):
         lines.append(f"its training started from the adapter {start}, which is in it")
-    lines += [f"merged: {facts['folder']} ({size})", *_advice(facts)]
-    return "\n".join(lines)
-
-
-def _table(facts: Mapping[str, Any]) -> Iterator[str]:
-    agreement = facts["agreement"]
-    if agreement is None:
-        run = str(Path(facts["folder"]).parent)
-        yield f"not compared with the adapter; to compare both, run: {shlex.join(['finetune', 'merge', run])}"
-        return
-    kind = "held-out" if agreement["held_out"] else "training (none are held out)"
-    documents = f"{agreement['documents']:,} {kind} document{'s' * (agreement['documents'] != 1)}"
-    yield f"{counted(agreement['tokens'], 'answer token')} of {documents}, computed in float32:"
-    yield f"{'':24}{'same top token':>15}{'mean KL':>11}{'largest logit difference':>26}{'loss':>9}"
-    rows = {"the adapter": agreement["adapter"]}
-    rows["merged"] = agreement["candidates"][facts["base"]]
-    rows["the base"] = agreement["base"]
-    for name, row in rows.items():
-        yield (
-            f"{name:24}{row['top1']:>15.2%}{row['kl']:>11.2e}{row['largest_logit_difference']:>26.2e}{row['loss']:>9.4f}"
-        )
-
-
-def _advice(facts: Mapping[str, Any]) -> Iterator[str]:
-    agreement = facts["agreement"]
-    if agreement is None:
-        return
-    # The base's KL to the adapter model is the adapter's whole change. 1e-12 avoids a division by zero.
-    lost_share = agreement["candidates"][facts["base"]]["kl"] / max(agreement["base"]["kl"], 1e-12)
-    if lost_share > NOTHING_LOST and facts["dtype"] != "float32":
-        yield f"note: {lost_share:.0%} of what the adapter changed is lost in {facts['dtype']}; take --dtype float32"
+    size = f"{counted(facts['files'], 'file')}, {facts['bytes'] / 1e6:,.0f} MB, {facts['dtype']}"
+    return "\n".join([*lines, f"merged: {facts['folder']} ({size})", *note])

@@ -114,7 +114,17 @@ class Merge:
         layer, adapter = name.removesuffix(".weight"), self.adapter
         # First the weight as training had it, frozen; then the adapter's sum; then new tokens' rows.
         if layer in self.quantized:
-            weight = self._quantized(layer, weight, dequantized=dequantized)
+            # PiSSA and OLoRA subtract their start s B0 A0 from the dequantised weight D, and quantise the remainder R:
+            #     dequantized   Q(R): the bits that training had
+            #     own           W + (R - D) = W - s B0 A0
+            assert self.recipe.quantization is not None
+            rounded = as_quantized(weight, self.recipe.quantization)
+            if layer in adapter.layers and adapter.moves_the_base:
+                remainder = adapter.start(layer, rounded.float())  # peft subtracts in float32
+                own = weight.float() + (remainder - rounded.float())
+                weight = as_quantized(remainder, self.recipe.quantization) if dequantized else own
+            elif dequantized:
+                weight = rounded
         elif layer in adapter.layers:
             weight = adapter.start(layer, weight)
         elif dequantized and name in self.packed.names:
@@ -132,23 +142,6 @@ class Merge:
         grown[: len(weight)] = weight
         grown[rows] = adapter.read(key).to(dtype)
         return grown
-
-    def _quantized(self, layer: str, weight: Tensor, *, dequantized: bool) -> Tensor:
-        """The frozen weight, before its adapter, for a layer that training had quantised.
-
-        PiSSA and OLoRA subtract their start s B0 A0 from the dequantised weight D, and quantise the remainder R:
-
-            dequantized   Q(R): the bits that training had
-            own           W + (R - D) = W - s B0 A0
-        """
-        assert self.recipe.quantization is not None
-        rounded = as_quantized(weight, self.recipe.quantization)
-        if layer not in self.adapter.layers or not self.adapter.moves_the_base:
-            return rounded if dequantized else weight
-        remainder = self.adapter.start(layer, rounded.float())  # peft subtracts in float32
-        if dequantized:
-            return as_quantized(remainder, self.recipe.quantization)
-        return weight.float() + (remainder - rounded.float())
 
 
 def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
@@ -202,23 +195,6 @@ def write_merged(
 ) -> None:
     """Write weights, config and tokenizer into `folder`, which is created."""
     folder.mkdir(parents=True)
-    with library_errors(writing=folder):
-        _write_weights(merge, folder, dtype, dequantized=dequantized, say=say)
-        _write_settings(merge, folder, dtype)
-        # The adapter's folder has the tokenizer, with the chat template of the training.
-        adapter = merge.adapter.path.parent
-        for path in sorted(adapter.rglob("*")):
-            if path.is_file() and path.name not in NOT_THE_MODELS:
-                target = folder / path.relative_to(adapter)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, target)
-    for line in untrained_in_words(merge.recipe.model):
-        say(line)
-
-
-def _write_weights(
-    merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, say: Callable[[str], None]
-) -> None:
     # Fill each shard up to SHARD_BYTES, in the order of the base's files.
     shards: list[list[str]] = [[]]
     shard_bytes = 0
@@ -230,34 +206,36 @@ def _write_weights(
         shards[-1].append(name)
         shard_bytes += nbytes
     places: dict[str, str] = {}
-    total = 0
-    for number, names in enumerate(shards, start=1):
-        file = SINGLE
+    total, section = 0, merge.recipe.model
+    with library_errors(writing=folder):
+        for number, names in enumerate(shards, start=1):
+            file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            tensors = {name: merge.tensor(name, dtype, dequantized=dequantized) for name in names}
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            total += sum(tensor.nbytes for tensor in tensors.values())
+            places |= dict.fromkeys(names, file)
+            say(f"{file}: {counted(len(names), 'tensor')}")
+            tensors.clear()  # now: else two shards would be in memory while the next one is filled
         if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: merge.tensor(name, dtype, dequantized=dequantized) for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        places |= dict.fromkeys(names, file)
-        say(f"{file}: {counted(len(names), 'tensor')}")
-        tensors.clear()  # now: else two shards would be in memory while the next one is filled
-    if len(shards) > 1:
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
-
-
-def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
-    """Write the base's own config files with the changed values.
-
-    The base's keys stay, because inference servers read keys that transformers has renamed.
-    """
-    section = merge.recipe.model
-    config = read_settings(section, "config.json")
-    assert config is not None, "open_base has seen it"
-    vocabulary = merge.vocabulary if merge.adapter.new_rows else None
-    own = own_config(config, dtype=dtype, unties=merge.unties, vocabulary=vocabulary, rope_scaling=section.rope_scaling)
-    write_settings(folder / "config.json", own)
-    for name in (GENERATION_SETTINGS, *PROCESSOR_FILES):
-        settings = read_settings(section, name)
-        if settings is not None:
-            write_settings(folder / name, settings)
-    copy_code(folder, section)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            write_json(folder / INDEX, index)
+        # The base's keys stay in its files, because inference servers read keys that transformers has renamed.
+        for name in ("config.json", GENERATION_SETTINGS, *PROCESSOR_FILES):
+            settings = read_settings(section, name)
+            if settings is not None and name == "config.json":
+                vocabulary, scaling = merge.vocabulary if merge.adapter.new_rows else None, section.rope_scaling
+                settings = own_config(
+                    settings, dtype=dtype, unties=merge.unties, vocabulary=vocabulary, rope_scaling=scaling
+                )
+            if settings is not None:
+                write_settings(folder / name, settings)
+        copy_code(folder, section)
+        # The adapter's folder has the tokenizer, with the chat template of the training.
+        adapter = merge.adapter.path.parent
+        for path in sorted(adapter.rglob("*")):
+            if path.is_file() and path.name not in NOT_THE_MODELS:
+                target = folder / path.relative_to(adapter)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+    for line in untrained_in_words(section):
+        say(line)

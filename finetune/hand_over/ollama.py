@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -226,9 +227,7 @@ def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase
         template: As `go_template` gives it.
         gguf: The name of the GGUF, in the Modelfile's own folder.
     """
-    config = read_object(source / "config.json")
-    config = config.get("text_config", config)
-    settings = generation_settings(source)
+    config, settings = _text_config(source), generation_settings(source)
     texts = [tokenizer.convert_ids_to_tokens(token) for token in sorted(end_tokens_of(run, source, tokenizer))]
     system = [
         message for message in run.conversation.opening() if '"""' not in message["content"] and ".System" in template
@@ -246,9 +245,7 @@ def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase
     if settings.do_sample:
         # transformers' own values hold where the settings are silent, not Ollama's (0.8, 40, 0.9 and no min_p).
         for name, usual in (("temperature", 1.0), ("top_k", 50), ("top_p", 1.0), ("min_p", None)):
-            value = getattr(settings, name)
-            if value is None:
-                value = usual
+            value = usual if getattr(settings, name) is None else getattr(settings, name)
             if value is not None:
                 lines.append(f"PARAMETER {name} {value:g}")
     else:
@@ -260,8 +257,11 @@ def generation_settings(folder: Path) -> GenerationConfig:
     """The folder's generation settings, or the end tokens that its config.json names. Raises FinetuneError."""
     file = folder / "generation_config.json"
     if not file.is_file():
-        config = read_object(folder / "config.json")
-        config = config.get("text_config", config)
-        return GenerationConfig(eos_token_id=config.get("eos_token_id"))
+        return GenerationConfig(eos_token_id=_text_config(folder).get("eos_token_id"))
     with library_errors(f"{file}: cannot be read", "correct it"):
         return GenerationConfig.from_pretrained(folder)
+
+
+def _text_config(folder: Path) -> Mapping[str, Any]:
+    config = read_object(folder / "config.json")
+    return config.get("text_config", config)  # type: ignore[no-any-return]

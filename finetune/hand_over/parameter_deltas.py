@@ -12,13 +12,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import FinetuneError
+from finetune.hand_over.weight_files import load_adapter
 from finetune.model.adapters import silenced_peft
 from finetune.model.quantization import as_quantized
 from finetune.recipe.schema import Recipe
@@ -134,33 +135,21 @@ def parameter_deltas(
     file_name: Callable[[str], str],
 ) -> FileTensors:
     """The sums that an adapter adds to parameters, float32."""
-    adapted = {parameter.path: parameter for parameter in parameters}
+    by_path = {parameter.path: parameter for parameter in parameters}
 
     def delta(path: str) -> Tensor:
-        return _delta(adapted[path], settings_of(path), read)
+        """By peft's own merging into zeros with the parameter's shape."""
+        parameter, owner = by_path[path], nn.Module()
+        owner.register_parameter("held", nn.Parameter(torch.zeros(parameter.shape), requires_grad=False))
+        owner.is_transposed = parameter.transposed  # type: ignore[assignment]  # peft asks for it
+        config = LoraConfig(target_modules=[], target_parameters=["owner.held"], **settings_of(path))
+        with silenced_peft():
+            adapted: Any = get_peft_model(nn.ModuleDict({"owner": owner}), config)
+        loaded = load_adapter(adapted, path, {f"owner.lora_{name}": read(key) for name, key in parameter.keys.items()})
+        assert not loaded.unexpected_keys, loaded.unexpected_keys
+        numbers: Tensor = adapted.merge_and_unload().owner.held.detach()
+        if not numbers.isfinite().all():
+            raise FinetuneError(f"{path}: the adapter's numbers are not finite; nothing is merged")
+        return numbers
 
-    return FileTensors(structure, {path: parameter.shape for path, parameter in adapted.items()}, delta, file_name)
-
-
-def _delta(parameter: AdaptedParameter, settings: Mapping[str, Any], read: Callable[[str], Tensor]) -> Tensor:
-    """The parameter's sum, by peft's own merging into zeros with the parameter's shape."""
-    holder, owner = nn.Module(), nn.Module()
-    owner.register_parameter("held", nn.Parameter(torch.zeros(parameter.shape), requires_grad=False))
-    owner.is_transposed = parameter.transposed  # type: ignore[assignment]  # peft asks for it
-    holder.owner = owner
-    config = LoraConfig(target_modules=[], target_parameters=["owner.held"], **settings)
-    with silenced_peft():
-        adapted: Any = get_peft_model(holder, config)
-    state = {f"base_model.model.owner.lora_{name}": read(key) for name, key in parameter.keys.items()}
-    try:
-        result: Any = set_peft_model_state_dict(adapted, state)
-    except (RuntimeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise FinetuneError(
-            f"{parameter.path}: the adapter does not fit this base: {reason}; name its own base"
-        ) from error
-    assert not result.unexpected_keys, result.unexpected_keys
-    delta: Tensor = adapted.merge_and_unload().owner.held.detach()
-    if not delta.isfinite().all():
-        raise FinetuneError(f"{parameter.path}: the adapter's numbers are not finite; nothing is merged")
-    return delta
+    return FileTensors(structure, {path: parameter.shape for path, parameter in by_path.items()}, delta, file_name)

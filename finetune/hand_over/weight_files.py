@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,14 @@ from finetune.recipe.schema import ModelSection
 from finetune.recipe.sections.lora import by_pattern
 from finetune.untrusted.config_sizes import read_config
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.model_folder import ADAPTER_CONFIG, MOST_INDEX, look_at_adapter, patterns_of, plain_names
+from finetune.untrusted.model_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MOST_INDEX,
+    look_at_adapter,
+    patterns_of,
+    plain_names,
+)
 from finetune.untrusted.programs import refuse_slow_patterns
 
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
@@ -84,13 +91,8 @@ class AdapterFile:
         tensors = self.layers[layer]
         kind = nn.Embedding if self._is_embedding(layer) else nn.Linear
         adapted = _adapted(kind, weight, self.settings_of(layer))
-        state = {f"{PEFT_PREFIX}layer.lora_{name}": self.read(key) for name, key in tensors.items()}
-        try:
-            result: Any = set_peft_model_state_dict(adapted, state)
-        except (RuntimeError, KeyError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise FinetuneError(f"{layer}: the adapter does not fit this base: {reason}; name its own base") from error
-        wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if ".lora_" in name)]
+        loaded = load_adapter(adapted, layer, {f"layer.lora_{name}": self.read(key) for name, key in tensors.items()})
+        wrong = [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if ".lora_" in name)]
         if wrong:
             raise FinetuneError(f"{self.path}: {layer}: {wrong[0]} does not match adapter_config.json")
         merged: Tensor = adapted.merge_and_unload().layer.weight.detach()
@@ -99,46 +101,43 @@ class AdapterFile:
         return merged
 
 
+def load_adapter(adapted: Any, layer: str, tensors: Mapping[str, Tensor]) -> Any:
+    """Give peft's model the adapter's tensors; returns peft's record of missing and unexpected names.
+
+    Raises FinetuneError if they do not fit.
+    """
+    try:
+        return set_peft_model_state_dict(adapted, {f"{PEFT_PREFIX}{name}": part for name, part in tensors.items()})
+    except (RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise FinetuneError(f"{layer}: the adapter does not fit this base: {reason}; name its own base") from error
+
+
 def open_adapter(folder: Path, names: WholeNames) -> AdapterFile:
     """Open a finished run's adapter, by the trained model's names."""
-    config = look_at_adapter(folder)
-    with library_errors(f"{folder}: not an adapter of this model"):
-        return _parse_adapter(folder, config, names)
-
-
-def _parse_adapter(folder: Path, config: Mapping[str, Any], names: WholeNames) -> AdapterFile:
-    """Sort the file's tensors into adapted layers, new tokens' rows, and tensors trained in full."""
-    init = str(config.get("init_lora_weights", True))
-    path, replaced = folder / "adapter_model.safetensors", {}
-    layers: dict[str, dict[str, str]] = {}
-    indices: Mapping[str, list[int]] = config.get("trainable_token_indices") or {}
+    config, path = look_at_adapter(folder), folder / ADAPTER_WEIGHTS
+    layers, replaced = dict[str, dict[str, str]](), dict[str, str]()
     new_rows: dict[str, tuple[str, list[int]]] = {}
-    with safe_open(path, framework="pt") as file:
-        keys = [key.removeprefix(PEFT_PREFIX) for key in file.keys()]  # noqa: SIM118  # not a dict
-        # A text part's adapter holds each tensor under two names. Read the text part's own one.
+    with library_errors(f"{folder}: not an adapter of this model"):
+        indices: Mapping[str, list[int]] = config.get("trainable_token_indices") or {}
+        with safe_open(path, framework="pt") as file:
+            keys = [key.removeprefix(PEFT_PREFIX) for key in file.keys()]  # noqa: SIM118  # not a dict
+        # Adapted layers, new tokens' rows, and tensors trained in full. A text part's adapter holds each tensor under
+        # two names. Read the text part's own one.
         for key in sorted(set(keys) - names.second(keys)):
             layer, is_lora, name = key.partition(".lora_")
-            key = PEFT_PREFIX + key
             if is_lora:
-                layers.setdefault(layer, {})[name] = key
+                layers.setdefault(layer, {})[name] = PEFT_PREFIX + key
             elif layer.endswith(TOKEN_ROWS):
                 path_of_rows = layer.removesuffix(TOKEN_ROWS)
-                new_rows[f"{path_of_rows}.weight"] = key, indices[path_of_rows]
+                new_rows[f"{path_of_rows}.weight"] = PEFT_PREFIX + key, indices[path_of_rows]
             else:
-                replaced[layer] = key
-    refuse_slow_patterns(str(folder / ADAPTER_CONFIG), patterns_of(config), layers)
-    settings = {name: config[name] for name in ADAPTER_SETTINGS}
-    patterns = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-    parameters = tuple(config.get("target_parameters") or ())
-    return AdapterFile(settings, patterns, init, path, layers, replaced, parameters, new_rows)
-
-
-class _Holder(nn.Module):
-    """One layer, as a model that peft can adapt."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
+                replaced[layer] = PEFT_PREFIX + key
+        refuse_slow_patterns(str(folder / ADAPTER_CONFIG), patterns_of(config), layers)
+        settings = {name: config[name] for name in ADAPTER_SETTINGS}
+        patterns = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+        init, parameters = str(config.get("init_lora_weights", True)), tuple(config.get("target_parameters") or ())
+        return AdapterFile(settings, patterns, init, path, layers, replaced, parameters, new_rows)
 
 
 def _adapted(kind: type[nn.Linear | nn.Embedding], weight: Tensor, settings: Mapping[str, Any]) -> Any:
@@ -147,7 +146,7 @@ def _adapted(kind: type[nn.Linear | nn.Embedding], weight: Tensor, settings: Map
         layer = nn.Embedding(rows, width) if kind is nn.Embedding else nn.Linear(width, rows, bias=False)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     with silenced_peft():
-        return get_peft_model(_Holder(layer), LoraConfig(target_modules=["layer"], **settings))
+        return get_peft_model(nn.ModuleDict({"layer": layer}), LoraConfig(target_modules=["layer"], **settings))
 
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -205,10 +204,6 @@ def open_base(section: ModelSection) -> BaseWeights:
             f"model.name_or_path: {section.name_or_path} has no {lacking}; merging needs safetensors: save the model "
             "once by transformers' save_pretrained and name that folder"
         )
-    return _open(files)
-
-
-def _open(files: Iterable[Path]) -> BaseWeights:
     places: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:

@@ -118,6 +118,15 @@ class Phases:
         phases, self._seen = self._seen, {}
         return phases
 
+    @contextmanager
+    def measured(self) -> Iterator[dict[str, Phase]]:
+        """The block's phases, filled in at its end; measured even where the run does not measure its phases."""
+        enabled, self.enabled = self.enabled, True
+        phases: dict[str, Phase] = {}
+        yield phases
+        phases |= self.take()
+        self.enabled = enabled
+
     def lines(self, step: int) -> list[dict[str, Any]]:
         """Return the metrics lines since the last call, one per rank and phase. Only rank 0 gets lines.
 

@@ -6,6 +6,7 @@ adapters.py makes adapters, finished_run.py loads them again, and hand_over/merg
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -50,13 +51,19 @@ Load = Callable[..., PreTrainedModel]
 
 
 def build_model(
-    recipe: Recipe, device: torch.device, *, dtype: torch.dtype | None = None, load: Load | None = None
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    load: Load | None = None,
+    config: PreTrainedConfig | None = None,
 ) -> nn.Module:
     """The model that the recipe trains, on `device`, ready for its first forward.
 
     Args:
         dtype: The base weights' number format; None: as the recipe trains them.
         load: Called in place of `load_base`, with the same arguments.
+        config: The base's configuration, on meta; None: it is read from the base's files.
 
     With `shift_labels` its forward returns the summed float32 loss, a scalar, and nothing else; without them it is
     the library's own forward. On device "meta" no weights are read: the same structure, to be filled by a rank that
@@ -65,9 +72,10 @@ def build_model(
     """
     # A base that will be in float8 waits in host memory, so that the device never holds it in 16 bits.
     loaded_on = torch.device("cpu") if recipe.model.load_in_fp8 else device
-    model = (
-        structure_alone(recipe, dtype) if device.type == "meta" else (load or load_base)(recipe, loaded_on, dtype=dtype)
-    )
+    if device.type == "meta":
+        model = structure_alone(recipe, dtype, config)
+    else:
+        model = (load or load_base)(recipe, loaded_on, dtype=dtype)
     rows = add_rows(model, recipe.model)
     refuse_unsuitable(model, recipe).taught_to(model)
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
@@ -98,22 +106,23 @@ def build_model(
     return adapted.to(device)
 
 
-def plain_structure(recipe: Recipe) -> PreTrainedModel:
-    """The base model on meta, not quantised, with eager attention, because every architecture supports that."""
-    section = recipe.model.model_copy(update={"attention": "eager"})
-    return structure_alone(recipe.model_copy(update={"model": section, "quantization": None}))
-
-
-def refuse_early(recipe: Recipe, base: PreTrainedModel | None = None) -> nn.Module:
+def refuse_early(recipe: Recipe, config: PreTrainedConfig | None = None) -> tuple[PreTrainedModel, nn.Module]:
     """Build the model on meta, before weights are read and data prepared. Raises what `build_model` would raise about
     the architecture and the names in `lora`. It takes 1 s of CPU time for Llama 8B with adapters.
 
     Args:
-        base: The recipe's `plain_structure`, if it exists already.
+        config: The base's configuration; None: it is read from the base's files.
+
+    Returns the base, not quantised, with eager attention, because every architecture supports that; and the model.
     """
-    refuse_unsuitable(base or plain_structure(recipe), recipe)
-    widening(configuration(recipe), recipe)
-    return build_model(recipe, torch.device("meta"))
+    if config is None:
+        with library_errors(partial(_not_built, recipe, "configuration", recipe.model.name_or_path)):
+            config = configuration(recipe)
+    section = recipe.model.model_copy(update={"attention": "eager"})
+    plain = structure_alone(recipe.model_copy(update={"model": section, "quantization": None}), config=config)
+    refuse_unsuitable(plain, recipe)
+    widening(config, recipe)
+    return plain, build_model(recipe, torch.device("meta"), config=config)
 
 
 def attention_name(recipe: Recipe) -> str:
@@ -160,7 +169,7 @@ def load_base(
         fetch_weights(section)  # their ties are read before the model is built
     if (files := folder_of(folder, section.revision)) is not None:
         look_at_model(files, whole=Path(folder).is_dir())
-    with library_errors(partial(_weights_not_loaded, recipe, name)):
+    with library_errors(partial(_not_built, recipe, "weights", name)):
         config = configuration(recipe, path)
         if recipe.quantization:
             options["quantization_config"] = bitsandbytes_config(recipe.quantization, config, quantise_on)
@@ -195,16 +204,23 @@ def load_base(
     return model
 
 
-def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The base model on meta, built from its configuration, with the quantised layers that the recipe asks for."""
-    with library_errors(partial(_structure_not_built, recipe)):
-        config = configuration(recipe)
+def structure_alone(
+    recipe: Recipe, dtype: torch.dtype | None = None, config: PreTrainedConfig | None = None
+) -> PreTrainedModel:
+    """The base model on meta, built from its configuration, with the quantised layers that the recipe asks for.
+
+    Args:
+        config: The base's configuration, which stays as it is; None: it is read from the base's files.
+    """
+    with library_errors(partial(_not_built, recipe, "configuration", recipe.model.name_or_path)):
+        config = configuration(recipe) if config is None else copy.deepcopy(config)
         trained = trained_config(config)
+        kind = auto_class(trained)
         settings = bitsandbytes_config(recipe.quantization, trained) if recipe.quantization else None
         if hasattr(config, "quantization_config"):  # of the files: what is loaded of them has it no more
             del config.quantization_config
         with torch.device("meta"):
-            model = auto_class(trained).from_config(trained, **_common_options(recipe, dtype))
+            model = kind.from_config(trained, **_common_options(recipe, dtype))
     assert isinstance(model, PreTrainedModel)
     remember_whole(model, config)
     if settings is not None:
@@ -218,13 +234,11 @@ def configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
 
     If the weights are on this machine, they decide the ties (stored_structure.py). Raises transformers' errors.
     """
-    section = recipe.model
-    if (files := folder_of(path or section.name_or_path, section.revision)) is not None:
+    section, source = recipe.model, path or resolve_model_path(recipe.model.name_or_path)
+    if (files := folder_of(source, section.revision)) is not None:
         look_at_config(files)
     config: PreTrainedConfig = AutoConfig.from_pretrained(
-        path or resolve_model_path(section.name_or_path),
-        revision=section.revision,
-        trust_remote_code=section.trust_remote_code,
+        source, revision=section.revision, trust_remote_code=section.trust_remote_code
     )
     config = as_stored(config, section, path)
     if section.rope_scaling is not None:
@@ -310,16 +324,10 @@ def check_quantized(model: PreTrainedModel, ready: Callable[[Any], Any] = lambda
             ) from error
 
 
-def _structure_not_built(recipe: Recipe, error: Exception, what: str = "configuration") -> FinetuneError:
+def _not_built(recipe: Recipe, what: str, name: str, error: Exception) -> FinetuneError:
     """The error line for a model that cannot be built. Falcon and GPT-J raise KeyError for unknown attentions."""
-    name, attention_asked = recipe.model.name_or_path, attention_name(recipe)
-    if isinstance(error, KeyError) and error.args == (attention_asked,):
+    if isinstance(error, KeyError) and error.args == (attention_name(recipe),):
         return FinetuneError(
             f"model.attention: {name} has no {error}; set model.attention: eager and data.packing: false"
         )
     return not_loaded(what, name, error)
-
-
-def _weights_not_loaded(recipe: Recipe, name: str, error: Exception) -> FinetuneError:
-    named = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": name})})
-    return _structure_not_built(named, error, "weights")

@@ -14,7 +14,7 @@ from finetune.base.location import folder_of, in_hub_cache, online_name, resolve
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.stored_structure import unties
 from finetune.paths import PACKAGE
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import ModelSection, Recipe
 from finetune.recipe.sections.model import PREFIX
 from finetune.untrusted.config_sizes import read_config
 
@@ -213,7 +213,15 @@ def decoder_config(name_or_path: str, revision: str = "main") -> tuple[dict[str,
             f"{config.get('model_type')} by itself; such a model is trained as a whole, and can be neither planned nor "
             "rehearsed"
         )
-    return _by_common_names(config), source
+    if all(name in config for name in COMMON_NAMES) or "model_type" not in config:
+        return config, source
+    from transformers import CONFIG_MAPPING  # takes a second, with torch: only where names are missing
+
+    own_names: Mapping[str, str] = {}
+    if config["model_type"] in CONFIG_MAPPING:  # an architecture accepts both kinds of names
+        own_names = CONFIG_MAPPING[config["model_type"]].attribute_map
+    renamed = {own_names[name]: name for name in COMMON_NAMES if name in own_names and name not in config}
+    return {renamed.get(name, name): value for name, value in config.items()}, source
 
 
 def planned_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, Any], str]:
@@ -229,18 +237,12 @@ def planned_config(name_or_path: str, revision: str = "main") -> tuple[dict[str,
     raise FinetuneError(f"{problem}; correct the file, or fetch it again")
 
 
-def _by_common_names(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with the architecture's own names replaced by those in COMMON_NAMES, which it accepts as
-    well."""
-    if all(name in config for name in COMMON_NAMES) or "model_type" not in config:
-        return config
-    from transformers import CONFIG_MAPPING  # takes a second, with torch: only where names are missing
-
-    if config["model_type"] not in CONFIG_MAPPING:
-        return config
-    own_names = CONFIG_MAPPING[config["model_type"]].attribute_map
-    renamed = {own_names[name]: name for name in COMMON_NAMES if name in own_names and name not in config}
-    return {renamed.get(name, name): value for name, value in config.items()}
+def config_if_known(section: ModelSection) -> dict[str, Any] | None:
+    """What `planned_config` finds; None where it raises."""
+    try:
+        return planned_config(section.name_or_path, section.revision)[0]
+    except FinetuneError:
+        return None
 
 
 def _trained_part(config: dict[str, Any]) -> dict[str, Any]:

@@ -57,13 +57,12 @@ def read_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """The model's tokenizer. Raises FinetuneError for an unusable tokenizer.json, and transformers' own error if there
     is none.
     """
-    if (folder := folder_of(section.name_or_path, section.revision)) is not None:
+    source = resolve_model_path(section.name_or_path)
+    if (folder := folder_of(source, section.revision)) is not None:
         look_at_tokenizer(folder)
-    refuse_unreachable(section.name_or_path, section.revision)
+    refuse_unreachable(source, section.revision)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        resolve_model_path(section.name_or_path),
-        revision=section.revision,
-        trust_remote_code=section.trust_remote_code,
+        source, revision=section.revision, trust_remote_code=section.trust_remote_code
     )
     tokenizer("a")  # with a setting of the wrong kind, its own and not the text's, it raises here
     return tokenizer
@@ -128,11 +127,11 @@ def add_rows(model: PreTrainedModel, section: ModelSection, *, fill: bool = True
 
     Raises FinetuneError if the architecture has other tables by token.
     """
-    embeddings, head = _ends(model)
-    new = new_rows(section, _rows(embeddings.weight))
+    embeddings: Any = model.get_input_embeddings()
+    old = int(getattr(embeddings.weight, "ds_shape", embeddings.weight.shape)[0])  # ZeRO-3 leaves an empty vector
+    new = new_rows(section, old)
     if new is None:
         return []
-    old = _rows(embeddings.weight)
     tables = {old, getattr(model.config.get_text_config(), "vocab_size_per_layer_input", None)}
     for path, module in model.named_modules():  # transformers resizes embeddings and head alone
         if isinstance(module, nn.Embedding) and module is not embeddings and module.num_embeddings in tables:
@@ -143,31 +142,19 @@ def add_rows(model: PreTrainedModel, section: ModelSection, *, fill: bool = True
     # Of random values, which are drawn without disturbing the run's; always, for under ZeRO-3 it also unshards.
     with torch.random.fork_rng(devices=[]):
         model.resize_token_embeddings(new.vocabulary, mean_resizing=False)
-    embeddings, head = _ends(model)  # the head is another module
-    if fill and model.device.type != "meta":
-        tensors = [embeddings.weight, *([] if head.weight is embeddings.weight else [head.weight])]
-        for tensor in (*tensors, *([] if head.bias is None else [head.bias])):
-            _fill(tensor, new.starts, old)
+    head: Any
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()  # the head is another module
+    if not fill or model.device.type == "meta":
+        return new.ids
+    with torch.no_grad():
+        tied = {id(tensor): tensor for tensor in (embeddings.weight, head.weight, head.bias) if tensor is not None}
+        for tensor in tied.values():  # [rows, hidden], or [rows] of a bias; means are computed in float32
+            whole: Tensor | None = None
+            for row, pieces in new.starts.items():
+                if pieces:
+                    mean = tensor[list(pieces)].float().mean(0)
+                else:  # a sum in float32 without a float32 copy of the whole, 2.1 GB of Llama 3 8B
+                    whole = tensor[:old].sum(0, dtype=torch.float32) / old if whole is None else whole
+                    mean = whole
+                tensor[row] = mean.to(tensor.dtype)
     return new.ids
-
-
-@torch.no_grad()
-def _fill(tensor: Tensor, starts: Mapping[int, tuple[int, ...]], old: int) -> None:
-    """Fill a tensor: [rows, hidden] for embeddings or head, or [rows] for its bias. Means are computed in float32."""
-    whole: Tensor | None = None
-    for row, pieces in starts.items():
-        if pieces:
-            mean = tensor[list(pieces)].float().mean(0)
-        else:  # a sum in float32 without a float32 copy of the whole, 2.1 GB of Llama 3 8B
-            whole = tensor[:old].sum(0, dtype=torch.float32) / old if whole is None else whole
-            mean = whole
-        tensor[row] = mean.to(tensor.dtype)
-
-
-def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
-    return model.get_input_embeddings(), model.get_output_embeddings()
-
-
-def _rows(weight: Tensor) -> int:
-    """The unsharded weight's number of rows: ZeRO-3 leaves an empty vector in its place."""
-    return int(getattr(weight, "ds_shape", weight.shape)[0])

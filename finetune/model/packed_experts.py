@@ -238,7 +238,11 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     swapped = experts.finetune_transposed and not getattr(experts, "is_transposed", False)
     while module is not experts:
         names = [] if module.disable_adapters else [name for name in module.active_adapters if name in module.lora_A]
-        adapters.setdefault(module.parameter_name, []).extend(_factors(module, name, swapped) for name in names)
+        for name in names:  # peft holds A expert after expert, and B's columns by rank
+            down, up, count = module.lora_A[name].weight, module.lora_B[name].weight, module.num_experts
+            down, up = down.reshape(count, -1, down.shape[1]), up.reshape(len(up), -1, count).permute(2, 0, 1)
+            first, second = (up, down) if swapped else (down.transpose(1, 2), up.transpose(1, 2))
+            adapters.setdefault(module.parameter_name, []).append((first, second, module.scaling[name]))
         module = module.base_layer
     weights = {name: partial(_weight_of, experts, layer) for name, layer in _layers_of(experts)}
     layer = _layers_of(experts)[0][1]
@@ -246,14 +250,6 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
     dtype = layer.compute_dtype or given[0].dtype
     return _computed(experts, weights, adapters, layer.finetune_experts[0], dtype, given)
-
-
-def _factors(wrapper: Any, name: str, swapped: bool) -> Adapter:
-    """An adapter's factors as they are multiplied. peft holds A expert after expert, and B's columns by rank."""
-    down, up, count = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
-    down, up = down.reshape(count, -1, down.shape[1]), up.reshape(len(up), -1, count).permute(2, 0, 1)
-    first, second = (up, down) if swapped else (down.transpose(1, 2), up.transpose(1, 2))
-    return first, second, wrapper.scaling[name]
 
 
 def _weight_of(experts: Any, layer: Any, dtype: torch.dtype) -> Tensor:

@@ -52,9 +52,8 @@ def refuse_single_blocks(model: nn.Module) -> None:
     """Refuse quantised layers of a few inputs and one block of weights, which their model clamps as they are stored:
     Gemma 3n's prediction_coefs, [16, 4]. A gate of a model made small, [1, 32], has more inputs. Raises FinetuneError.
     """
-    packed = set(quantized_layers(model))
-    for path, layer in model.named_modules():
-        if layer in packed and layer.in_features < 8 and (size := layer.in_features * layer.out_features) <= BLOCK:
+    for path, layer in named_quantized_layers(model):
+        if layer.in_features < 8 and (size := layer.in_features * layer.out_features) <= BLOCK:
             raise FinetuneError(
                 f"quantization: {path} has {size} weights, which such a model reads as they are stored; "
                 "set quantization: null"
@@ -136,7 +135,7 @@ def _unpacked(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> T
 
 def unpacked_weight(layer: Any, dtype: torch.dtype) -> Tensor:
     """A 4-bit layer's weight as it has it now, dequantised: [outputs, inputs]."""
-    return _unpacked(layer.weight, _state(layer) if hasattr(layer, "packing") else layer.weight.quant_state, dtype)
+    return _unpacked(layer.weight, _state(layer), dtype)
 
 
 def _by_rows_is_right(device: torch.device, shape: torch.Size) -> bool:
@@ -149,30 +148,20 @@ def correct_on_cpu(model: nn.Module) -> None:
     for layer in quantized_layers(model):
         state = getattr(layer.weight, "quant_state", None)
         if state is not None and not _by_rows_is_right(layer.weight.device, state.shape):
-            layer.forward = MethodType(_unpacking_forward, layer)
-
-
-def _unpacking_forward(layer: Any, hidden: Tensor) -> Tensor:
-    return _product(hidden, layer.weight, layer.weight.quant_state, layer).to(hidden.dtype)
-
-
-def _product(hidden: Tensor, weight: Tensor, state: Any, layer: Any) -> Tensor:
-    """[..., in_features] to [..., out_features], in the layer's compute dtype."""
-    import bitsandbytes
-
-    compute = layer.compute_dtype or hidden.dtype
-    bias = None if layer.bias is None else layer.bias.to(compute)
-    if _by_rows_is_right(hidden.device, state.shape):
-        result: Tensor = bitsandbytes.matmul_4bit(hidden.to(compute), weight, quant_state=state, bias=bias)  # type: ignore[attr-defined]
-        return result
-    return nn.functional.linear(hidden.to(compute), _unpacked(weight, state, compute), bias)
+            layer.forward = MethodType(_forward, layer)
 
 
 def quantized_layers(model: nn.Module) -> Iterator[Any]:
     """Packed experts, and bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear
     the same names.
     """
-    return (module for module in model.modules() if is_packed(module) and hasattr(module, "in_features"))
+    return (layer for _, layer in named_quantized_layers(model))
+
+
+def named_quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The quantised layers, with their paths."""
+    modules = model.named_modules()
+    return ((path, module) for path, module in modules if is_packed(module) and hasattr(module, "in_features"))
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -291,15 +280,11 @@ def hollow_weight(weight: Any) -> Tensor:
     return torch.empty(size, 1, dtype=weight.quant_storage, device=weight.device)
 
 
-def _state_class() -> Any:
-    from bitsandbytes.functional import QuantState
-
-    return QuantState
-
-
 def empty_quant_state(weight: Any, device: torch.device) -> Any:
     """The QuantState that quantising this 4-bit parameter would make, without values."""
-    make = _state_class()
+    from bitsandbytes.functional import QuantState
+
+    make: Any = QuantState
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -321,9 +306,12 @@ def empty_quant_state(weight: Any, device: torch.device) -> Any:
 
 
 def _state(layer: Any) -> Any:
-    """bitsandbytes' object, built from the layer's buffers."""
-    make = _state_class()
+    """bitsandbytes' object: the parameter's, or built from the layer's buffers."""
+    from bitsandbytes.functional import QuantState
 
+    if not hasattr(layer, "packing"):
+        return layer.weight.quant_state
+    make: Any = QuantState
     nested = None
     if layer.quant_nested_absmax is not None:
         scales, code = layer.quant_nested_absmax, layer.quant_nested_code
@@ -332,8 +320,14 @@ def _state(layer: Any) -> Any:
 
 
 def _forward(layer: Any, hidden: Tensor) -> Tensor:
-    """bitsandbytes' own forward, with the quantisation state in buffers: [..., in_features] to [..., out_features]."""
-    result = _product(hidden, layer.weight, _state(layer), layer)
+    """bitsandbytes' own forward, with the right scales: [..., in_features] to [..., out_features]."""
+    import bitsandbytes
+
+    state, compute = _state(layer), layer.compute_dtype or hidden.dtype
+    bias = None if layer.bias is None else layer.bias.to(compute)
+    if not _by_rows_is_right(hidden.device, state.shape):
+        return nn.functional.linear(hidden.to(compute), _unpacked(layer.weight, state, compute), bias).to(hidden.dtype)
+    result: Tensor = bitsandbytes.matmul_4bit(hidden.to(compute), layer.weight, quant_state=state, bias=bias)  # type: ignore[attr-defined]
     node: Any = result.grad_fn
     if hasattr(node, "tensors"):
         node.tensors = _PackedWeight(layer)

@@ -164,9 +164,10 @@ def _without_engine() -> Iterator[None]:
 @lru_cache(maxsize=8)
 @_without_engine()
 def _decided(folder: str, files: tuple[str, ...], key: tuple[Any, ...], trusted: bool) -> StoredStructure:
+    import torch
     from transformers import AutoConfig
 
-    from finetune.model.text_part import WholeNames
+    from finetune.model.text_part import WholeNames, auto_class
 
     tensors: dict[str, tuple[str, TensorFacts]] = {}
     for file in files:
@@ -175,7 +176,8 @@ def _decided(folder: str, files: tuple[str, ...], key: tuple[Any, ...], trusted:
     quantised = bool(getattr(config, "quantization_config", None))
     if quantised:  # only the library that packed the tensors knows them; embeddings and head are plain
         del config.quantization_config
-    structure = _on_meta(config, trusted)
+    with torch.device("meta"), silenced():
+        structure: Any = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trusted)
     ties = dict(getattr(structure, "all_tied_weights_keys", None) or {})
     untied = copy.deepcopy(config)
     for each in (untied, untied.get_text_config()):
@@ -211,16 +213,6 @@ def passed_over(kind: type[PreTrainedModel], config: PreTrainedConfig, names: It
     if unexpected - wanted.keys():  # under other names, so which ones is not known
         return set()
     return wanted.keys() - unexpected
-
-
-def _on_meta(config: PreTrainedConfig, trusted: bool) -> PreTrainedModel:
-    import torch
-
-    from finetune.model.text_part import auto_class
-
-    with torch.device("meta"), silenced():
-        made: PreTrainedModel = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trusted)
-    return made
 
 
 def _loaded_onto_meta(
@@ -297,30 +289,23 @@ def _problem(structure: PreTrainedModel, missing: set[str], info: Mapping[str, A
     """One line about the first kind of tensor that does not fit; empty if all fit."""
     ends = structure.get_input_embeddings(), structure.get_output_embeddings()
     tables = {id(end.weight) for end in ends if end is not None}
-    lost = sorted(name for name in missing if id(_parameter(structure, name)) in tables)
+    parameters = dict(structure.named_parameters(remove_duplicate=False))
+    lost = sorted(name for name in missing if id(parameters.get(name)) in tables)
     if lost == sorted(missing) and len(lost) == 1 and not ties:
         return (
             f"the files have no {lost[0]}, and config.json does not tie head and embeddings; if the model has one "
             "matrix for both, write tie_word_embeddings: true into its config.json, else fetch the model again"
         )
+    mismatched = [
+        f"{name} ({'x'.join(map(str, stored))} in the files, {'x'.join(map(str, built))} by config.json)"
+        for name, stored, built in info["mismatched_keys"]
+    ]
     for kind, names in (
         ("missing keys", missing),
         ("unexpected keys", info["unexpected_keys"]),
-        ("mismatched keys", [_mismatch(*entry) for entry in info["mismatched_keys"]]),
+        ("mismatched keys", mismatched),
     ):
         if names:
             first = one_line(min(names), 160)
             return f"{len(names)} {kind}, first {first}; these weights are not those of this architecture"
     return ""
-
-
-def _mismatch(name: str, stored: tuple[int, ...], built: tuple[int, ...]) -> str:
-    shapes = ("x".join(map(str, shape)) for shape in (stored, built))
-    return "{} ({} in the files, {} by config.json)".format(name, *shapes)
-
-
-def _parameter(structure: PreTrainedModel, name: str) -> Any:
-    try:
-        return structure.get_parameter(name)
-    except AttributeError:  # a buffer
-        return None

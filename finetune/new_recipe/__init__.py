@@ -40,7 +40,7 @@ def propose(
         model: A Hub name or a folder. None: an ungated model that fits.
         gpus: As in every `--gpus`. None: this machine's.
         output: The recipe's file. None: the data's name, in the working folder.
-        encoding: A table's or text's code page. None: found, or asked if two are plausible.
+        encoding: A table's or text's code page. None: UTF-8, or what a byte order mark says.
         sheet: A workbook's sheet. None: the first one with a table.
         choose: Asks the user to choose a line, and returns its index. None: nobody can be asked.
 

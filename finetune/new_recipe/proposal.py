@@ -76,7 +76,7 @@ class Options:
     model: str | None = None
     gpus: str | None = None  # None: this machine's
     output: Path | None = None  # None: the data's name
-    encoding: str | None = None  # None: found, or asked
+    encoding: str | None = None  # None: UTF-8, or what a byte order mark says
     sheet: str | None = None  # None: the first one with a table
 
 

@@ -263,6 +263,10 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0, start: str
         for written in ("budget", "accelerate_config", "model", "quantization", "lora"):
             kept.pop(written, None)
         return "\n".join([*lines, *_yaml_lines(kept)]) + "\n"
+    template = []
+    if recipe.data.chat_template is not None:
+        template = ["  # a base model, by its name; leave it out if the tokenizer has a chat template"]
+        template += [f"  chat_template: {json.dumps(recipe.data.chat_template)}"]
     lines += [
         "data:",
         "  train:",
@@ -271,7 +275,7 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0, start: str
         f'    - {{path: {HELD_OUT.path}, split: "{HELD_OUT.split}"}}',
         f"  max_length: {recipe.data.max_length}",
         f"  truncation: {recipe.data.truncation}  # of longer documents, which are counted",
-        *_template_lines(recipe),
+        *template,
         "training:",
         f"  global_batch_size: {training.global_batch_size}  # rows per optimizer step over all GPUs",
         f"  per_device_batch_size: {training.per_device_batch_size}",
@@ -280,13 +284,6 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0, start: str
         f"  activation_checkpointing: {plain(training.activation_checkpointing)}  # {recomputes}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _template_lines(recipe: Recipe) -> list[str]:
-    if recipe.data.chat_template is None:
-        return []
-    why = "a base model, by its name; leave it out if the tokenizer has a chat template"
-    return [f"  # {why}", f"  chat_template: {json.dumps(recipe.data.chat_template)}"]
 
 
 def _yaml_lines(content: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from finetune.closed_form.rank import cached_strategy
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.measure.units import GIB
-from finetune.model.known_configs import planned_config
+from finetune.model.known_configs import config_if_known, planned_config
 from finetune.planner import candidates, remedies
 from finetune.planner.arithmetic import explain_plan
 from finetune.planner.remedies import changed
@@ -78,10 +78,10 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
     if options.largest is not None:
         result, line = _largest(recipe, gpus, options.largest, note)
         return result | format_facts, "\n".join([line, *format_lines])
-    chosen = choose_recomputation(recipe, gpus)
-    recipe = chosen.recipe
     # Read once, before two processes ask the Hub for it.
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    chosen = choose_recomputation(recipe, config, gpus)
+    recipe = chosen.recipe
     try:
         check_packages(recipe, cached_strategy(recipe.accelerate_config), plan=True)
     except EnvironmentMismatch as error:
@@ -300,9 +300,9 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, not
     loaded = load_recipe(path, overrides)
     gpus = options.gpus_for(loaded.recipe)
     loaded = loaded.formats_for(fastest_for(gpus.count if gpus else 0))[0]
-    recipe = choose_recomputation(loaded.recipe, gpus).recipe
+    config = planned_config(loaded.recipe.model.name_or_path, loaded.recipe.model.revision)[0]
+    recipe = choose_recomputation(loaded.recipe, config, gpus).recipe
     row: dict[str, Any] = {"recipe": path.stem, "gpu_bytes": gpus.memory if gpus else None}
-    config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and unsupported(recipe, config, gpus) is None:
         needed = estimate(recipe, config, gpus).needed
         if abs(needed / gpus.memory - 1) > remedies.NEAR_LIMIT:
@@ -344,7 +344,7 @@ def pick_in_words(
         note("--price: give it to `finetune plan` with the picked recipe, which shows the cost")
     recipe, planned = pick_recipe(wanted, gpus, note, written=options.gpus)
     by_auto = changed(recipe, {"training.per_device_batch_size": "auto"})
-    resolved = choose_recomputation(by_auto, gpus).recipe
+    resolved = choose_recomputation(by_auto, config_if_known(by_auto.model), gpus).recipe
     if resolved.training.rows_at_once > recipe.training.rows_at_once:
         note(f"tracing {candidates.variant_in_words(resolved)}")
         more = planner.plan(resolved, gpus)

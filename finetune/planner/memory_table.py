@@ -29,7 +29,14 @@ assert {part for parts in DRAWN.values() for part in parts} == set(COMPONENTS)
 
 def plan_text(planned: Plan) -> str:
     """Verdict, reason, table, bars, and assumptions."""
-    lines = [verdict(planned), "", *_table(planned), "", *plan_bars(planned)]
+    phases = planned.phases
+    lines = [verdict(planned), "", f"{'GiB at the peak of':<24}" + "".join(f"{name:>10}" for name in phases)]
+    for component in COMPONENTS:
+        if any(phase.peak.parts.get(component) for phase in phases.values()):
+            cells = (phase.peak.parts.get(component, 0) / GIB for phase in phases.values())
+            lines.append(f"{component:<24}" + "".join(f"{cell:>10.2f}" for cell in cells))
+    lines.append(f"{'all tensors':<24}" + "".join(f"{phase.peak.nbytes / GIB:>10.2f}" for phase in phases.values()))
+    lines += ["", *plan_bars(planned)]
     if planned.stages:
         lines += ["", *_stages(planned)]
     lines.append("")
@@ -67,16 +74,6 @@ def verdict(planned: Plan) -> str:
     if planned.fits:
         return f"fits {gpus}: {needs}; {spare:.1f} GiB to spare"
     return f"does not fit {gpus}: {needs}; {-spare:.1f} GiB too much"
-
-
-def _table(planned: Plan) -> Iterator[str]:
-    phases = planned.phases
-    shown = [name for name in COMPONENTS if any(phase.peak.parts.get(name) for phase in phases.values())]
-    yield f"{'GiB at the peak of':<24}" + "".join(f"{name:>10}" for name in phases)
-    for component in shown:
-        cells = (phase.peak.parts.get(component, 0) / GIB for phase in phases.values())
-        yield f"{component:<24}" + "".join(f"{cell:>10.2f}" for cell in cells)
-    yield f"{'all tensors':<24}" + "".join(f"{phase.peak.nbytes / GIB:>10.2f}" for phase in phases.values())
 
 
 def plan_bars(planned: Plan) -> Iterator[str]:

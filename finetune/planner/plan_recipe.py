@@ -174,7 +174,7 @@ def plan_recipe(
     refuse_mixture(recipe, strategy, config)
     reduction = None
     if keeps_gradients is None and gpus is not None:
-        reduction = choose_reduction(recipe, strategy, gpus, ranks=ranks, memory=gpus.memory)
+        reduction = choose_reduction(recipe, config, strategy, gpus, ranks=ranks, memory=gpus.memory)
         keeps_gradients = reduction is not None and reduction.once
     strategy = dataclasses.replace(strategy, keeps_gradients=bool(keeps_gradients))
     assumed_rows = {
@@ -207,7 +207,7 @@ def plan_recipe(
         outside_bytes=outside_bytes,
         must_fit_bytes=gpus.memory if gpus and must_fit else None,
         rank=stage or 0,
-        first_batches=worst_batches(short_rows, ranks) if memory_alone else None,
+        first_batches=worst_batches(short_rows, ranks)[:1] if memory_alone else None,
     )
     with tempfile.TemporaryDirectory() as folder, _failure_in_one_line(strategy.name):
         deep = trace_to_depth(request, Path(folder), full_depth=bool(batches) and gpus is None)
@@ -222,7 +222,18 @@ def plan_recipe(
         gpus=gpus,
         notes=tuple(notes),
         work=work,
-        layout=_layout(request),
+        layout=Layout(
+            ranks=strategy.data_rank_count(ranks),
+            node=request.node,
+            tokens=max(batch["input_ids"].numel() for batch in request.batches),
+            rows=math.ceil(recipe.training.global_batch_size / recipe.training.rows_at_once),
+            layers=int(config["num_hidden_layers"]),
+            copies=strategy.replica_count(ranks, request.node),
+            gathers_once=strategy.gathers_once,
+            reduces_once=strategy.reduces_once,
+            shards_state=strategy.shards_optimizer_state,
+            on_disk="nvme" in strategy.offload_devices.values(),
+        ),
         stage=stage,
         stage_layers=deep.stage_layers,
         schedule=strategy.schedule,
@@ -268,19 +279,3 @@ def _failure_in_one_line(strategy: str) -> Iterator[None]:
         raise EnvironmentMismatch(
             f"{strategy}: the planner cannot trace it ({why}); `finetune compare` measures it"
         ) from error
-
-
-def _layout(request: TraceRequest) -> Layout:
-    training, strategy = request.recipe.training, request.strategy
-    return Layout(
-        ranks=strategy.data_rank_count(request.ranks),
-        node=request.node,
-        tokens=max(batch["input_ids"].numel() for batch in request.batches),
-        rows=math.ceil(training.global_batch_size / training.rows_at_once),
-        layers=int(request.config["num_hidden_layers"]),
-        copies=strategy.replica_count(request.ranks, request.node),
-        gathers_once=strategy.gathers_once,
-        reduces_once=strategy.reduces_once,
-        shards_state=strategy.shards_optimizer_state,
-        on_disk="nvme" in strategy.offload_devices.values(),
-    )

@@ -7,8 +7,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import reduce
-from itertools import product, takewhile
+from functools import partial, reduce
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 from pydantic import ValidationError
@@ -302,8 +302,8 @@ def largest(
         plans[value] = plan(changed(recipe, {key: value}), gpus)
         return plans[value]
 
-    def estimated(value: int) -> int:
-        return estimate(changed(recipe, {key: value}), config, gpus).needed
+    def estimated(of: Recipe, value: int) -> int:
+        return estimate(changed(of, {key: value}), config, gpus).needed
 
     values: Sequence[int] = range(1, recipe.training.global_batch_size + 1)
     current = recipe.training.rows_at_once
@@ -318,34 +318,27 @@ def largest(
         values = lengths
     has_closed_form = unsupported(recipe, config, gpus) is None
     start = bisect_right(values, current) - 1
-    best = last_fitting(values, gpus.memory, planned, estimated if has_closed_form else None, start)
+    best = last_fitting(values, gpus.memory, planned, partial(estimated, recipe) if has_closed_form else None, start)
     if best < 0:
         raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max to see changes that do")
     facts: dict[str, Any] = {"change": f"{key}={values[best]}", "needed_bytes": plans[values[best]].needed}
     facts |= {"granularity": 0, "does_not_fit": None, "next_by": None}
     if has_closed_form:
-        facts["changes"] = list(_larger_by(recipe, config, gpus, key, values, best))
+        facts["changes"] = []  # those that let values fit that are larger by a tenth
+        knobs = _knobs(changed(recipe, {key: values[best]}), gpus, approximate_weights(config))
+        for option in sorted((option for knob in knobs for option in knob), key=lambda option: option.cost):
+            with suppress(ValidationError):
+                other = changed(recipe, option.changes)
+                if unsupported(other, config, gpus) is None and {LENGTH, ROWS}.isdisjoint(option.changes):
+                    last = bisect_right(values, gpus.memory / CACHED, key=partial(estimated, other)) - 1
+                    if last > best and values[last] >= 1.1 * values[best] and _is_trained(other):
+                        change = Variant(other, option.changes, option.cost, (option.says,)).words
+                        facts["changes"] += [{"change": change, "value": values[last], "means": option.says}]
     if best + 1 < len(values):
         following = values[best + 1]
         facts |= {"granularity": following - values[best], "does_not_fit": f"{key}={following}"}
         facts["next_by"] = TRACE if following in plans else CLOSED_FORM
     return facts
-
-
-def _larger_by(
-    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, key: str, values: Sequence[int], best: int
-) -> Iterator[dict[str, Any]]:
-    """Single changes that let values fit that are larger by a tenth, by the closed form, the cheapest first."""
-    knobs = _knobs(changed(recipe, {key: values[best]}), gpus, approximate_weights(config))
-    for option in sorted((option for knob in knobs for option in knob), key=lambda each: each.cost):
-        with suppress(ValidationError):
-            other = changed(recipe, option.changes)
-            if unsupported(other, config, gpus) is None and {LENGTH, ROWS}.isdisjoint(option.changes):
-                estimates = (estimate(changed(other, {key: value}), config, gpus).needed for value in values)
-                fitting = sum(1 for _ in takewhile(lambda needed: needed * CACHED <= gpus.memory, estimates))
-                if fitting and values[fitting - 1] >= 1.1 * values[best] and _is_trained(other):
-                    change = Variant(other, option.changes, option.cost, (option.says,)).words
-                    yield {"change": change, "value": values[fitting - 1], "means": option.says}
 
 
 def last_fitting(
@@ -370,7 +363,15 @@ def last_fitting(
     while high - low > 1:
         index = (low + high) // 2
         if len(points) < GUESSES:
-            guess = _guess(values, memory, points, estimated, start)
+            guess = start
+            if estimated is not None:  # scaled to the latest plan
+                factor = points[-1][1] / estimated(points[-1][0]) if points else CACHED
+                guess = bisect_right(values, memory / factor, key=estimated) - 1
+            elif points:  # a line through the two plans nearest to the memory; a single plan's goes through zero
+                nearest = [*sorted(points, key=lambda point: abs(point[1] - memory)), (0, 0)]
+                (value, nbytes), (other_value, other_bytes) = nearest[:2]
+                slope = (nbytes - other_bytes) / (value - other_value)  # bytes a token, or a row
+                guess = bisect_right(values, value + (memory - nbytes) / slope) - 1 if slope > 0 else start
             latest = guess == low >= 0 and points[-1][0] == values[low]
             if latest and estimated is not None and 1 <= points[-1][1] / estimated(values[low]) <= MOST_CACHED:
                 break  # the estimate can be trusted
@@ -382,28 +383,6 @@ def last_fitting(
         else:
             high = index
     return low
-
-
-def _guess(
-    values: Sequence[int],
-    memory: int,
-    points: Sequence[tuple[int, int]],
-    estimated: Callable[[int], int] | None,
-    start: int,
-) -> int:
-    """Index of the last value that fits: by the estimate, scaled to the latest plan, or by a line."""
-    if estimated is not None:
-        factor = points[-1][1] / estimated(points[-1][0]) if points else CACHED
-        return bisect_right(values, memory, key=lambda each: int(estimated(each) * factor)) - 1
-    if not points:
-        return start
-    # Through the two plans nearest to the memory. A single plan's line goes through zero.
-    nearest = [*sorted(points, key=lambda point: abs(point[1] - memory)), (0, 0)]
-    (value, nbytes), (other_value, other_bytes) = nearest[:2]
-    slope = (nbytes - other_bytes) / (value - other_value)  # bytes a token, or a row
-    if slope <= 0:
-        return start
-    return bisect_right(values, value + (memory - nbytes) / slope) - 1
 
 
 def lines(result: Iterable[Variant]) -> list[str]:

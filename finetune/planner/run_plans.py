@@ -222,7 +222,13 @@ def audit(runs: Sequence[Path], note: Callable[[str], None]) -> tuple[dict[str, 
     Args:
         note: Receives a line for each run that is planned now, because that takes seconds.
     """
-    receipts = [(run, _receipt(run)) for run in runs]
+    receipts: list[tuple[Path, Mapping[str, Any]]] = []
+    for run in runs:
+        if not (run / "receipt.json").is_file():
+            raise FinetuneError(f"--audit: {run}: has no receipt.json; name the folder of a run")
+        receipts.append((run, read_object(run / "receipt.json", MOST_RECORD_BYTES)))
+        if not isinstance(receipts[-1][1].get("memory") or {}, dict):
+            raise _not_a_run(run, "memory must be an object")
     rows: list[AuditRow] = []
     unplanned: dict[str, str] = {}
     for run, receipt in receipts:
@@ -242,7 +248,22 @@ def audit(runs: Sequence[Path], note: Callable[[str], None]) -> tuple[dict[str, 
         "median_error": statistics.median(errors) if errors else None,
         "worst_error": max(errors, default=None),
     }
-    return result, "\n".join(_lines(rows, unplanned, result))
+    width, lines = max((len(row.run) for row in rows), default=3), list[str]()
+    if rows:
+        lines += [
+            f"{'run':<{width}}  {'strategy':<14}{'ranks':>5}  {'phase':<9}{'planned':>15}{'measured':>15}   error"
+        ]
+    for row in rows:
+        facts = f"{row.run:<{width}}  {row.strategy:<14}{row.ranks:>5}  {row.phase:<9}"
+        lines.append(f"{facts}{row.planned_bytes:>15,}{row.measured_bytes:>15,} {row.error:>+8.3%}")
+    lines += [f"{run}: not planned: {why}" for run, why in unplanned.items()]
+    if errors:
+        count = counted(len({row.run for row in rows}), "run")
+        lines.append(
+            f"bytes at the peak, rank 0; forward, backward and step of {count}: "
+            f"median error {result['median_error']:.3%}, worst {result['worst_error']:.3%}"
+        )
+    return result, "\n".join(lines)
 
 
 def audited(run: Path, receipt: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[AuditRow]:
@@ -269,32 +290,6 @@ def _bytes(value: Any) -> int:
     return value
 
 
-def _receipt(run: Path) -> dict[str, Any]:
-    if not (run / "receipt.json").is_file():
-        raise FinetuneError(f"--audit: {run}: has no receipt.json; name the folder of a run")
-    receipt = read_object(run / "receipt.json", MOST_RECORD_BYTES)
-    if not isinstance(receipt.get("memory") or {}, dict):
-        raise _not_a_run(run, "memory must be an object")
-    return receipt
-
-
 def _not_a_run(run: Path, problem: Exception | str) -> FinetuneError:
     words = problem if isinstance(problem, str) else words_of(problem)
     return FinetuneError(f"--audit: {run}: its receipt is not that of a run: {words}; leave it out")
-
-
-def _lines(rows: Sequence[AuditRow], unplanned: Mapping[str, str], result: Mapping[str, Any]) -> Iterator[str]:
-    width = max((len(row.run) for row in rows), default=3)
-    if rows:
-        yield f"{'run':<{width}}  {'strategy':<14}{'ranks':>5}  {'phase':<9}{'planned':>15}{'measured':>15}   error"
-    for row in rows:
-        facts = f"{row.run:<{width}}  {row.strategy:<14}{row.ranks:>5}  {row.phase:<9}"
-        yield f"{facts}{row.planned_bytes:>15,}{row.measured_bytes:>15,} {row.error:>+8.3%}"
-    for run, why in unplanned.items():
-        yield f"{run}: not planned: {why}"
-    if result["worst_error"] is not None:
-        runs = counted(len({row.run for row in rows}), "run")
-        yield (
-            f"bytes at the peak, rank 0; forward, backward and step of {runs}: "
-            f"median error {result['median_error']:.3%}, worst {result['worst_error']:.3%}"
-        )

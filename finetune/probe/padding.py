@@ -55,7 +55,10 @@ def _largest_difference(model: nn.Module, small: SmallModel, device: torch.devic
     for row, prompt in enumerate(prompts):
         tokens_alone, logits_alone = _greedy(model, [prompt], device)
         for step in range(NEW_TOKENS):
-            off = _difference(logits[step][row], logits_alone[step][0])
+            # Relative to the spread of the expected logits [vocabulary]; their mean changes no probability.
+            kept = logits_alone[step][0] > LEAST_LOGIT
+            padded, single = logits[step][row][kept].double(), logits_alone[step][0][kept].double()
+            off = float((padded - single).norm() / (single - single.mean()).norm())
             if not off <= largest:  # NaN too, which then stays
                 largest = off
             if tokens[row][step] != tokens_alone[0][step]:
@@ -71,10 +74,3 @@ def _greedy(model: nn.Module, prompts: list[list[int]], device: torch.device) ->
         **batch, **exactly, **GREEDY, use_cache=True, pad_token_id=0, return_dict_in_generate=True, output_logits=True
     )
     return output.sequences[:, -NEW_TOKENS:].tolist(), list(output.logits)
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    """The difference relative to the spread of the expected logits [vocabulary]; their mean changes no probability."""
-    kept = expected > LEAST_LOGIT
-    found, expected = found[kept].double(), expected[kept].double()
-    return float((found - expected).norm() / (expected - expected.mean()).norm())

@@ -19,19 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from finetune.base.location import folder_of, resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.library_errors import class_and_words, not_loaded
+from finetune.library_errors import class_and_words, library_errors, not_loaded
 from finetune.model.adapter_targets import describe_reach, reach
-from finetune.model.build import attention_name, decoder_parts, plain_structure, refuse_early
+from finetune.model.build import attention_name, configuration, decoder_parts, refuse_early
 from finetune.model.dtypes import dtype_name
-from finetune.model.stored_structure import as_stored, refuse_files, stored_structure
+from finetune.model.stored_structure import refuse_files, stored_structure
 from finetune.output_stream import silenced
 from finetune.probe.remembered import one_at_a_time, precision_on, probe_key, recall, remember
 from finetune.recipe.schema import Recipe
-from finetune.untrusted.model_folder import look_at_config
 
 if TYPE_CHECKING:
     from finetune.probe.judge import Judgement
@@ -69,12 +67,18 @@ class ProbeResult:
 
 
 def probe(
-    recipe: Recipe, device: torch.device = CPU, *, offline: bool = False, compute: torch.dtype | None = None
+    recipe: Recipe,
+    device: torch.device = CPU,
+    config: PreTrainedConfig | None = None,
+    *,
+    offline: bool = False,
+    compute: torch.dtype | None = None,
 ) -> ProbeResult:
     """Probe the recipe's model, or recall an earlier result.
 
     Args:
         device: Where the run computes. A probe on a CPU says nothing about a GPU's kernels, nor the other way round.
+        config: The model's configuration; None: `checked_configuration` reads it.
         offline: Take the configuration from this machine, a shipped one too, and download nothing.
         compute: The format to compute in; None: float32 on a CPU, the recipe's own on a GPU.
 
@@ -85,52 +89,45 @@ def probe(
         folder = Path(name)
         if offline:
             recipe = _on_this_machine(recipe, folder / "config")
-        config = _configuration(recipe)
+        config = checked_configuration(recipe) if config is None or offline else config
+        content: dict[str, Any] = config.to_dict()
+        content |= {"code": getattr(config, "_commit_hash", None) if "auto_map" in content else None}
         compute = compute or precision_on(recipe, device)
         # Code files of a model in a folder. On the Hub the configuration names the code's commit instead.
         code = sorted(Path(recipe.model.name_or_path).glob("*.py")) if recipe.model.trust_remote_code else []
-        key = probe_key(recipe, config, code, device) + (f"-{dtype_name(compute)}" if compute else "")
+        key = probe_key(recipe, content, code, device) + (f"-{dtype_name(compute)}" if compute else "")
         if known := recall(key):
             return _recalled(known)
         with one_at_a_time(key):
             if known := recall(key):
                 return _recalled(known)
-            from finetune.probe.judge import ANYWHERE  # a remembered result needs none of what computes one
+            from finetune.probe.judge import ANYWHERE, Differs  # a remembered result needs none of what computes one
+            from finetune.probe.padding import compare_padded
 
             if offline and device.type == "cpu" and attention_name(recipe) not in ANYWHERE:
                 # The recipe's attention needs a GPU's kernels. Some facts are known here.
                 section = recipe.model.model_copy(update={"attention": "eager"})
-                _, facts = _whole_model(recipe.model_copy(update={"model": section}), device)
+                _, facts = _whole_model(recipe.model_copy(update={"model": section}), config, device)
                 facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
-                remember(key, {"facts": facts})
-                return ProbeResult(facts)
-            return _found_now(recipe, device, compute, folder / "model", key)
+            else:
+                base, facts = _whole_model(recipe, config, device)
+                try:
+                    small, judgement = _judged(recipe, base, device, compute, folder / "model")
+                except Differs as refusal:
+                    remember(key, {"refusal": str(refusal)})
+                    raise EnvironmentMismatch(str(refusal)) from None
+                facts |= {"small": {"layers": small.layers, "kinds": small.kinds, "parameters": small.parameters}}
+                facts |= {"note": judgement.note, "precision": judgement.precision, "bound": judgement.bound}
+                facts |= {"found": {layers: asdict(off) for layers, off in judgement.found.items()}}
+                facts |= {"padding": compare_padded(recipe, small, device)}
+            remember(key, {"facts": facts})
+            return ProbeResult(facts)
 
 
 def _recalled(known: dict[str, Any]) -> ProbeResult:
     if "refusal" in known:
         raise EnvironmentMismatch(known["refusal"])
     return ProbeResult(known["facts"], remembered=True)
-
-
-def _found_now(
-    recipe: Recipe, device: torch.device, compute: torch.dtype | None, folder: Path, key: str
-) -> ProbeResult:
-    from finetune.probe.judge import Differs
-    from finetune.probe.padding import compare_padded
-
-    base, facts = _whole_model(recipe, device)
-    try:
-        small, judgement = _judged(recipe, base, device, compute, folder)
-    except Differs as refusal:
-        remember(key, {"refusal": str(refusal)})
-        raise EnvironmentMismatch(str(refusal)) from None
-    facts |= {"small": {"layers": small.layers, "kinds": small.kinds, "parameters": small.parameters}}
-    facts |= {"note": judgement.note, "precision": judgement.precision, "bound": judgement.bound}
-    facts |= {"found": {way: asdict(off) for way, off in judgement.found.items()}}
-    facts |= {"padding": compare_padded(recipe, small, device)}
-    remember(key, {"facts": facts})
-    return ProbeResult(facts)
 
 
 def _judged(
@@ -165,11 +162,12 @@ def cannot_probe(name: str, reason: str) -> EnvironmentMismatch:
     )
 
 
-def _whole_model(recipe: Recipe, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _whole_model(
+    recipe: Recipe, config: PreTrainedConfig, device: torch.device
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model in full on meta, and its known facts. Raises what `refuse_early` raises."""
     try:
-        base = plain_structure(recipe)
-        adapted = refuse_early(recipe, base)
+        base, adapted = refuse_early(recipe, config)
         adapters = None if recipe.lora is None else reach(adapted, decoder_parts(adapted), Tensor.numel)
     except FinetuneError:
         raise
@@ -179,32 +177,19 @@ def _whole_model(recipe: Recipe, device: torch.device) -> tuple[PreTrainedModel,
     return base, facts | {"note": None, "precision": None, "bound": None, "found": {}, "padding": None}
 
 
-def _configuration(recipe: Recipe) -> dict[str, Any]:
-    section = recipe.model
-    if (files := folder_of(section.name_or_path, section.revision)) is not None:
-        look_at_config(files)
-    try:
-        config = AutoConfig.from_pretrained(
-            resolve_model_path(section.name_or_path),
-            revision=section.revision,
-            trust_remote_code=section.trust_remote_code,
-        )
-        refuse_files(recipe, stored_structure(section))
-        config = as_stored(config, section)
-        if section.rope_scaling is not None:
-            from finetune.model.rope_scaling import scale_rope
+def checked_configuration(recipe: Recipe) -> PreTrainedConfig:
+    """The base's configuration. Raises FinetuneError if it cannot be read, or if the base's files do not fit it."""
+    name, trusted = recipe.model.name_or_path, recipe.model.trust_remote_code
 
-            scale_rope(config, section.rope_scaling)
-        content: dict[str, Any] = config.to_dict()
-        return content | {"code": getattr(config, "_commit_hash", None) if "auto_map" in content else None}
-    except FinetuneError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        raise not_loaded("configuration", section.name_or_path, error) from error
-    except Exception as error:  # of code that came with the model, or of values that nobody foresaw
-        if section.trust_remote_code:
-            raise cannot_probe(section.name_or_path, class_and_words(error)) from error
-        raise not_loaded("configuration", section.name_or_path, error) from error
+    def refusal(error: Exception) -> FinetuneError:
+        if trusted and not isinstance(error, OSError | ValueError | ImportError):  # of code that came with the model
+            return cannot_probe(name, class_and_words(error))
+        return not_loaded("configuration", name, error)
+
+    with _undisturbed(CPU), library_errors(refusal):
+        config = configuration(recipe)
+        refuse_files(recipe, stored_structure(recipe.model))
+    return config
 
 
 def _on_this_machine(recipe: Recipe, folder: Path) -> Recipe:

@@ -60,8 +60,12 @@ def meet(run_dir: Path, launch: Launch, phase: str, step: int) -> Meeting:
             break
         else:
             time.sleep(0.1)
-    found = ranks.gather((file is not None, f"{this_machine()} {socket.gethostname()}"))
-    apart = {rank: found.index((False, machine_there)) for rank, (sees, machine_there) in enumerate(found) if not sees}
+    sightings = ranks.gather((file is not None, f"{this_machine()} {socket.gethostname()}"))
+    apart = {
+        rank: sightings.index((False, machine_there))
+        for rank, (sees, machine_there) in enumerate(sightings)
+        if not sees
+    }
     if file is not None and not apart:
         return Meeting(run_dir, file)
 
@@ -117,8 +121,8 @@ def _may_be_shared(run_dir: Path, machine: str) -> bool:
 
 def _refuse(ranks: Ranks, problem: str | None) -> None:
     """Raise NoRendezvous on every rank if one of them has a problem."""
-    found = list(enumerate(ranks.gather((socket.gethostname(), problem))))
-    for rank, (host, text) in reversed(found):  # a rank above 0 knows more than that it did not connect
+    answers = list(enumerate(ranks.gather((socket.gethostname(), problem))))
+    for rank, (host, text) in reversed(answers):  # a rank above 0 knows more than that it did not connect
         if text is not None:
             raise NoRendezvous(
                 f"output_dir: not every machine sees rank 0's folder, and rank {rank} on {host} says: {text}; or put "

@@ -128,9 +128,9 @@ def listen() -> socket.socket:
 
 def accept_all(listener: socket.socket, world_size: int, token: int, seconds: float) -> dict[int, socket.socket]:
     """Rank -> its connection, of the ranks above 0 that connect within `seconds`. Others' connections are closed."""
-    found: dict[int, socket.socket] = {}
+    connections: dict[int, socket.socket] = {}
     deadline = time.monotonic() + seconds
-    while len(found) < world_size - 1 and (left := deadline - time.monotonic()) > 0:
+    while len(connections) < world_size - 1 and (left := deadline - time.monotonic()) > 0:
         listener.settimeout(left)
         try:
             connection, _ = listener.accept()
@@ -142,12 +142,13 @@ def accept_all(listener: socket.socket, world_size: int, token: int, seconds: fl
             while not hello.endswith(b"\n") and len(hello) < 100 and (read := connection.recv(100)):
                 hello += read
         said, _, rank = hello.strip().partition(b" ")
-        if said == str(token).encode() and rank.isdigit() and 0 < int(rank) < world_size and int(rank) not in found:
-            found[int(rank)] = connection
+        number = int(rank) if rank.isdigit() else 0
+        if said == str(token).encode() and 0 < number < world_size and number not in connections:
+            connections[number] = connection
         else:
             connection.close()
     listener.close()
-    return found
+    return connections
 
 
 def connect(address: str, port: int, rank: int, token: int, seconds: float) -> socket.socket:

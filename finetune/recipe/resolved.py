@@ -71,18 +71,11 @@ def leaves(value: Any, path: Path = (), *, lists: OpenedLists = "with mappings")
         yield from leaves(inner, (*path, key), lists=lists)
 
 
-def resolved_yaml(loaded: LoadedRecipe, *, keep_auto: bool = False) -> str:
-    """The whole recipe, every key, with its origin as a comment; loads again as the same recipe.
-
-    `keep_auto`: number formats that the recipe leaves to the device stay `auto`, for another machine.
-    """
+def resolved_yaml(loaded: LoadedRecipe) -> str:
+    """The whole recipe, every key, with its origin as a comment; loads again as the same recipe."""
     origins, values = dict(loaded.origins), loaded.recipe.model_dump(mode="json")
     for key in loaded.auto_formats:
-        section, name = key.split(".")
-        if keep_auto:
-            values[section][name] = "auto"
-        else:
-            origins[key] += ": auto"
+        origins[key] += ": auto"
     return "\n".join(_section_lines(values, (), origins)) + "\n"
 
 

@@ -37,13 +37,20 @@ def load_back(recipe: Recipe, run_dir: Path) -> str:
                 )
     base, tuned, expected = _models(recipe, run_dir)
     dtype = None if recipe.lora else getattr(torch, recipe.model.dtype)
-    named = dict(tuned.named_parameters(remove_duplicate=False))
-    wrong = [name for name, tensor in trained.items() if not _same(named.get(name), tensor, dtype)]
+    exported = dict(tuned.named_parameters(remove_duplicate=False))
+    rounded = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in trained.items()}
+    wrong = [
+        name
+        for name, tensor in rounded.items()
+        if name not in exported or not torch.equal(exported[name].detach(), tensor.float())
+    ]
     if wrong:
         raise FinetuneError(
             f"export: {len(wrong)} of {len(trained)} tensors differ from the checkpoint, first {wrong[0]}"
         )
-    _fill(expected, trained, dtype)
+    parameters = dict(expected.named_parameters(remove_duplicate=False))
+    for name, tensor in rounded.items():
+        parameters[name].data.copy_(tensor)
     if dtype is not None:
         base = base.to(dtype).float()  # else the rounding alone would be a difference
     ids = torch.arange(3, 67).reshape(2, 32)
@@ -84,20 +91,3 @@ def _models(recipe: Recipe, run_dir: Path) -> tuple[Any, Any, Any]:
         tuned = PeftModel.from_pretrained(plain_base(), adapter)
         filled = get_peft_model(plain_base(), LoraConfig.from_pretrained(str(adapter)))
     return base, tuned, filled
-
-
-def _same(exported: Any, trained: Any, dtype: Any) -> bool:
-    """Whether an exported float32 weight is the trained one, rounded to the export's number format."""
-    if exported is None or exported.shape != trained.shape:
-        return False
-    rounded = trained if dtype is None else trained.to(dtype)
-    return bool((exported.detach() == rounded.float()).all())
-
-
-def _fill(model: Any, trained: dict[str, Any], dtype: Any) -> None:
-    import torch
-
-    named = dict(model.named_parameters(remove_duplicate=False))
-    with torch.no_grad():
-        for name, tensor in trained.items():
-            named[name].copy_(tensor if dtype is None else tensor.to(dtype))

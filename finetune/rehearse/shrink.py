@@ -21,7 +21,7 @@ from finetune.recipe.schema import Data
 from finetune.tokens.chat_template import read_source
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 LAYERS = 2
 VOCABULARY = 1024
@@ -72,13 +72,11 @@ def shrink_model(
     folder: Path,
     new_tokens: Iterable[str] = (),
     layers: int = LAYERS,
-    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Shrunk:
     """Write a small model with random float32 weights and its tokenizer, which knows no new token, into `folder`.
 
     Args:
         layers: Of the small model; where its architecture is made small by the probe, as many as that one has.
-        tokenizer: The model's own; None: one that is learned from the rows.
 
     Raises EnvironmentMismatch for a model that is not known here or cannot be made small, DataError for rows that are
     not there.
@@ -86,18 +84,13 @@ def shrink_model(
     from finetune.probe.small_model import CannotShrink, shrunken_model  # with torch
 
     config, source = decoder_config(name_or_path, revision)
-    end_tokens = END_TOKENS
-    if tokenizer is None:
-        texts = (remove_tokens(new_tokens, text) for text in sample_texts(data))
-        marks = _MARK.findall(read_source(data.chat_template)) if data.chat_template else []
-        marks = [mark for mark in marks if mark not in new_tokens]
-        tokenizer = train_tokenizer(texts, template_variables(data), marks)
-    else:
-        ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        end_tokens = {name: token for name, token in ends.items() if token is not None}
+    texts = (remove_tokens(new_tokens, text) for text in sample_texts(data))
+    marks = _MARK.findall(read_source(data.chat_template)) if data.chat_template else []
+    marks = [mark for mark in marks if mark not in new_tokens]
+    tokenizer = train_tokenizer(texts, template_variables(data), marks)
     vocabulary = len(tokenizer)
     try:
-        model, small = shrunken_model(config, folder, layers=layers, vocabulary=vocabulary, end_tokens=end_tokens)
+        model, small = shrunken_model(config, folder, layers=layers, vocabulary=vocabulary, end_tokens=END_TOKENS)
     except CannotShrink as reason:
         raise EnvironmentMismatch(
             f"model.name_or_path: {name_or_path}: this architecture cannot be made small: {reason}; rehearse with a "

@@ -143,10 +143,11 @@ def checkpoint_tensors(parts: Assembled) -> dict[str, Any]:
         return trained_pieces(parts.engine)
     # Save the optimizer's shards, not gathered copies in the compute format.
     reshard(parts.unwrapped_model)
-    return {
-        "model": parts.to_write(model_tensors(parts.unwrapped_model)),
-        "optimizer": parts.to_write(optimizer_tensors(parts.unwrapped_model, parts.optimizer)),
+    named = {
+        "model": model_tensors(parts.unwrapped_model),
+        "optimizer": optimizer_tensors(parts.unwrapped_model, parts.optimizer),
     }
+    return {group: parts.to_write(tensors) for group, tensors in named.items()}
 
 
 def fill_from(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
@@ -214,7 +215,7 @@ def export_weights(
     stops: list[int] = []
     if conversation is not None:
         tokenizer, stops = conversation.applied_to(tokenizer), [*conversation.stops.values()]
-        stop_on(model, stops)
+        stop_on(decoder_parts(model), stops)
     if dtype is None:
         base = published_name(recipe.model.name_or_path)
         rests_on = recorded_base(folder) or base_identity(recipe.model)

@@ -15,7 +15,7 @@ from finetune.model.optimizer import allocate_state
 from finetune.recipe.optimizers import MOMENTS
 from finetune.run_folder.tensor_checks import checksums
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.pieces import Stored, all_ranks, local_part, reshard
+from finetune.strategies.pieces import Piece, Stored, all_ranks, local_part, reshard
 
 Readable = Mapping[str, Tensor | Stored]
 _BOOKS = frozenset(("qmap1", "qmap2"))
@@ -226,9 +226,11 @@ def trained_checksums(parts: Assembled) -> dict[str, str]:
     if parts.engine is not None:
         from finetune.strategies.zero_state import trained_masters
 
-        return checksums(trained_masters(parts.engine), all_ranks())
-    reshard(parts.unwrapped_model)
-    return checksums(parts.to_write(model_tensors(parts.unwrapped_model)), all_ranks())
+        named: Mapping[str, Tensor | Piece] = trained_masters(parts.engine)
+    else:
+        reshard(parts.unwrapped_model)
+        named = parts.to_write(model_tensors(parts.unwrapped_model))
+    return checksums(named, all_ranks())
 
 
 def refuse_unchanged(now: Mapping[str, str], start: Mapping[str, str]) -> list[str]:

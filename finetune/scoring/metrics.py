@@ -85,7 +85,7 @@ def scores_of(
         if metric.function is None and metric.name in ("number", "choice"):
             shows = {"number": decimal_mark, "choice": read_references}[metric.name]
             shown = shows([texts.without_thoughts(item.reference) for item in among or items])
-        results += [_one(metric, *each, shown) for each in zip(answered, expected, items, strict=True)]
+        results += [_one(metric, *row, shown) for row in zip(answered, expected, items, strict=True)]
     mistakes = [
         f"{item.place}: metric {metric.name}: {result}"
         for item, result in zip(items, results, strict=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from finetune.architecture.own_layers.compute import compute_layers
 from finetune.errors import FinetuneError
@@ -55,6 +56,11 @@ class Assembled:
     engine: Any = None  # DeepSpeed's, which holds the masters
     pipeline: Pipeline | None = None  # of which this rank is a stage; `model` is the same
 
+    @property
+    def decoder(self) -> PreTrainedModel:
+        """The transformers model inside an adapter's wrapping, or the model itself."""
+        return decoder_parts(self.unwrapped_model)
+
     def of_this_stage(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """Select the saved tensors that this stage owns. Keys are `name` or `name:moment`."""
         if self.pipeline is None:
@@ -74,7 +80,7 @@ class Assembled:
 
             return full_weights(self.engine, dtype=dtype, keep=keep)
         if self.pipeline is not None:
-            return self.pipeline.holding.together(self.unwrapped_model, dtype=dtype, keep=keep)
+            return self.pipeline.holding.trained_weights(self.unwrapped_model, dtype=dtype, keep=keep)
         reshard(self.unwrapped_model)  # gathered parameters are in the format of the computation
         named = self.unwrapped_model.named_parameters(remove_duplicate=False)
         return gathered([(name, tensor) for name, tensor in named if tensor.requires_grad], dtype=dtype, keep=keep)
@@ -98,11 +104,26 @@ def assemble(
     if launch is not None and launch.world_size > 1:
         agree_on_structure(recipe)
     if strategy.shards_modules:
-        from finetune.strategies.fsdp import make_mesh
+        from finetune.strategies.fsdp import make_mesh, shard_model
+        from finetune.strategies.late_quantising import taken
 
         mesh = mesh or make_mesh(strategy, accelerator.device, collective_timeout(recipe))
         unwrapped = _build_on_rank_0(recipe, build, launch, accelerator.device)
-        return _sharded(recipe, strategy, accelerator, unwrapped, mesh)
+        # The loop calls the decoder inside peft's model, because peft's own call would skip the hooks that gather
+        # weights.
+        decoder = decoder_parts(unwrapped)
+        late = taken(decoder)
+        plain_quantized_weights(unwrapped)
+        compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
+        compute = COMPUTE[recipe.training.mixed_precision]
+        shard_model(decoder, strategy, mesh, accelerator.device, compute, late)
+        optimizer = make_optimizer(unwrapped, recipe, local_part)
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        model, prepared = prepare_silenced(accelerator, decoder, optimizer)
+        # Accelerate finds an optimizer's parameters again by address, which is 0 for every shard without a row.
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+        return Assembled(model, unwrapped, prepared, gathered_in=compute)
     if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)
     if strategy.schedule is not None:
@@ -117,9 +138,9 @@ def assemble(
     return Assembled(model, unwrapped, optimizer)
 
 
-def check_vocabulary(model: nn.Module, largest: int) -> None:
+def check_vocabulary(decoder: PreTrainedModel, largest: int) -> None:
     """Refuse data whose largest token id has no row in the embeddings. Raises FinetuneError."""
-    embeddings: Any = decoder_parts(model).get_input_embeddings()
+    embeddings: Any = decoder.get_input_embeddings()
     embeddings = getattr(embeddings, "original_module", embeddings)  # peft's wrapper computes its own weight
     rows = full_shape(embeddings.weight)[0]
     if largest >= rows:
@@ -136,14 +157,14 @@ def agree_on_structure(recipe: Recipe) -> None:
     """
     section, group = recipe.model, dist.new_group(backend="gloo", timeout=WAITING)  # rank 0 may have to download them
     try:
-        found, refusal = None, ""
+        structure, refusal = None, ""
         if dist.get_rank() == 0:
             fetch_weights(section)
-            found, refusal = _structure_seen(recipe)
-        asked, refusal = _broadcast_from_rank_0((found, refusal), group)
+            structure, refusal = _structure_seen(recipe)
+        shared, refusal = _broadcast_from_rank_0((structure, refusal), group)
         if not refusal and dist.get_rank() != 0:
-            found, refusal = _structure_seen(recipe)
-            if not refusal and found is not None and asked is not None and found.digest != asked.digest:
+            structure, refusal = _structure_seen(recipe)
+            if not refusal and structure is not None and shared is not None and structure.digest != shared.digest:
                 refusal = (
                     f"model.name_or_path: {one_line(section.name_or_path)}: its files here have other tensors than "
                     "those that rank 0 sees; give all machines the same files"
@@ -155,44 +176,18 @@ def agree_on_structure(recipe: Recipe) -> None:
     if first := next(filter(None, refusals), None):
         where = f" (on rank {refusals.index(first)})" if refusals.index(first) else ""
         raise FinetuneError(first + where)
-    if asked is not None:
-        agree(section, asked.tied)
+    if shared is not None:
+        agree(section, shared.tied)
 
 
 def _structure_seen(recipe: Recipe) -> tuple[StoredStructure | None, str]:
     """The structure in this rank's files, or why they give none."""
     try:
-        found = stored_structure(recipe.model)
-        refuse_files(recipe, found)
+        structure = stored_structure(recipe.model)
+        refuse_files(recipe, structure)
     except FinetuneError as error:
         return None, str(error)
-    return found, ""
-
-
-def _sharded(
-    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, unwrapped: nn.Module, mesh: DeviceMesh
-) -> Assembled:
-    """Shard the weights over the ranks. Only rank 0 has them.
-
-    The loop calls the decoder inside peft's model, because peft's own call would skip the hooks that gather weights.
-    """
-    from finetune.strategies.fsdp import shard_model
-    from finetune.strategies.late_quantising import taken
-
-    decoder = decoder_parts(unwrapped)
-    late = taken(decoder)
-    plain_quantized_weights(unwrapped)
-    compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
-    decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
-    compute = COMPUTE[recipe.training.mixed_precision]
-    shard_model(decoder, strategy, mesh, accelerator.device, compute, late)
-    optimizer = make_optimizer(unwrapped, recipe, local_part)
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    model, prepared = prepare_silenced(accelerator, decoder, optimizer)
-    # Accelerate finds an optimizer's parameters again by address, which is 0 for every shard without a row.
-    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = parameters
-    return Assembled(model, unwrapped, prepared, gathered_in=compute)
+    return structure, ""
 
 
 def _under_zero(
@@ -220,21 +215,17 @@ def _under_zero(
         with loading_unsharded(plugin):
             unwrapped = _build_on_rank_0(recipe, build, launch, accelerator.device, dtype=dtype)
         if waits_for_sharding(unwrapped):
-            decoder = decoder_parts(unwrapped)
-            decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
             partition(filled_one_by_one(unwrapped, accelerator.device, dtype), config)
     else:
         unwrapped = build(recipe, accelerator.device, dtype=dtype)
     inside = f"{strategy.name} gathers weights inside of it" if strategy.shards_parameters else None
     compute_layers(unwrapped, unpacked_weight, adapters_by_peft=inside)
     optimizer = make_optimizer(unwrapped, recipe)
+    of = places_of(optimizer) if isinstance(optimizer, RoundedAdamW) else {}
+    places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
+    engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
     if isinstance(optimizer, RoundedAdamW):
-        of = places_of(optimizer)
-        places = {name: of[id(each)] for name, each in unwrapped.named_parameters() if id(each) in of}
-        engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
         optimizer.round_as(flat_ranges(engine, places))
-    else:
-        engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
     compute = COMPUTE[recipe.training.mixed_precision]
     return Assembled(engine, unwrapped, prepared, gathered_in=compute, engine=engine)
 
@@ -242,7 +233,10 @@ def _under_zero(
 def _build_on_rank_0(
     recipe: Recipe, build: Callable[..., nn.Module], launch: Launch | None, quantise_on: torch.device, **options: Any
 ) -> nn.Module:
-    """The model, with its weights on rank 0 and without elsewhere; when rank 0 fails, so do all."""
+    """The model, with its weights on rank 0 and without elsewhere, and rank 0's generation settings on all.
+
+    When rank 0 fails, so do all.
+    """
     model, failure = None, None
     if recipe.quantization is not None:
         from finetune.strategies.late_quantising import load_unquantised
@@ -260,6 +254,8 @@ def _build_on_rank_0(
     if failure is not None:
         raise failure
     assert model is not None
+    decoder = decoder_parts(model)
+    decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
     return model
 
 

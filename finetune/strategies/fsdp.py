@@ -78,8 +78,12 @@ def shard_model(
     if dist.get_rank() == 0:
         named = (*decoder.named_parameters(), *decoder.named_buffers())
         full = {name: tensor.detach() for name, tensor in named}
-    with ties_kept(decoder):
-        _empty(decoder)
+    with ties_kept(decoder):  # to meta, not by `Module.to`, which fails on a planner's fake tensors in torch 2.13
+        for name, parameter in list(decoder.named_parameters()):
+            empty = torch.empty_like(parameter.detach(), device="meta")
+            replace_tensor(decoder, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+        for name, buffer in list(decoder.named_buffers()):
+            replace_tensor(decoder, name, torch.empty_like(buffer, device="meta"))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32)
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if strategy.offloaded else OffloadPolicy()
     for unit, reshard in _units(decoder, strategy.reshard_after_forward):
@@ -150,15 +154,6 @@ def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module,
     yield decoder, False
 
 
-def _empty(module: nn.Module) -> None:
-    """Move to meta. Not by `Module.to`, which fails on a planner's fake tensors in torch 2.13."""
-    for name, parameter in list(module.named_parameters()):
-        empty = torch.empty_like(parameter.detach(), device="meta")
-        replace_tensor(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-    for name, buffer in list(module.named_buffers()):
-        replace_tensor(module, name, torch.empty_like(buffer, device="meta"))
-
-
 @contextmanager
 def ties_kept(module: nn.Module) -> Iterator[None]:
     """Within, parameters may be replaced one by one. At the end, modules that shared a parameter share it again."""
@@ -208,12 +203,11 @@ def _fill(
 def _scattered(parameter: DTensor, full: Tensor | None, device: torch.device) -> Tensor:
     """This rank's rows of a tensor that rank 0 has: [rows, ...], split along dimension 0 as torch.chunk does."""
     world = dist.get_world_size()
-    shards = shard_count(parameter)
+    shards, (first, last) = shard_count(parameter), row_range(parameter)
     rows = -(-parameter.shape[0] // shards)  # of every shard but the last ones
     padded = torch.empty((rows, *parameter.shape[1:]), dtype=parameter.dtype, device=device)
     parts = None if full is None else shard_parts(full.to(device), rows, shards) * (world // shards)
     dist.scatter(padded, parts, src=0)
-    first, last = row_range(parameter)
     return padded[: last - first]
 
 

@@ -29,6 +29,7 @@ from finetune.model.quantization import (
     correct_on_cpu,
     empty_quant_state,
     hollow_weight,
+    named_quantized_layers,
     packing_settings,
     quantize_structure,
     quantized_layers,
@@ -48,6 +49,12 @@ class Unquantised:
     def quantised(self, device: torch.device) -> Any:
         """bitsandbytes' parameter on `device`, packed, with its QuantState; quantised there, as transformers does."""
         return self._parameter(self.values, bnb_quantized=False).to(device)
+
+    def plain(self, path: str, device: torch.device) -> dict[str, Tensor]:
+        """The packed weight and its QuantState's tensors on `device`, by their names in the layer at this path."""
+        weight = self.quantised(device)
+        state = {f"{path}.{buffer}": tensor for buffer, tensor in state_tensors(weight.quant_state)}
+        return {f"{path}.weight": weight.detach().as_subclass(Tensor), **state}
 
     def on_meta(self) -> Any:
         """The parameter that ranks have that read nothing."""
@@ -81,7 +88,7 @@ def load_unquantised(
     model = load_base(recipe.model_copy(update={"quantization": None}), device, dtype=dtype)
     stored = {name: tensor.detach() for name, tensor in model.named_parameters()}
     quantize_structure(model, bitsandbytes_config(recipe.quantization, model.config))
-    for path, layer in _four_bit_layers(model):
+    for path, layer in named_quantized_layers(model):
         values = stored[f"{path}.weight"]
         # GPT-2's layers have theirs the other way round.
         values = values.T if issubclass(layer.source_cls, Conv1D) else values
@@ -96,15 +103,10 @@ def load_unquantised(
 def _ready(module: nn.Module) -> nn.Module:
     """A copy of one module with its layers quantised."""
     made = copy.deepcopy(module)
-    for _, layer in _four_bit_layers(made):
+    for _, layer in named_quantized_layers(made):
         layer.weight = layer.unquantised.quantised(torch.device("cpu"))
     correct_on_cpu(made)
     return made
-
-
-def _four_bit_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    found = set(quantized_layers(model))
-    return ((path, module) for path, module in model.named_modules() if module in found)
 
 
 def waits_for_sharding(model: nn.Module) -> bool:
@@ -120,18 +122,12 @@ def taken(model: nn.Module) -> dict[str, Late]:
     `plain_quantized_weights` makes from its QuantState.
     """
     result: dict[str, Late] = {}
-    for path, layer in _four_bit_layers(model):
+    for path, layer in named_quantized_layers(model):
         waiting = layer.__dict__.pop("unquantised", None)
         if waiting is not None:
             layer.weight = waiting.on_meta()
-            result[f"{path}.weight"] = partial(_plain, path, waiting)
+            result[f"{path}.weight"] = partial(waiting.plain, path)
     return result
-
-
-def _plain(path: str, waiting: Unquantised, device: torch.device) -> dict[str, Tensor]:
-    weight = waiting.quantised(device)
-    state = {f"{path}.{buffer}": tensor for buffer, tensor in state_tensors(weight.quant_state)}
-    return {f"{path}.weight": weight.detach().as_subclass(Tensor), **state}
 
 
 def filled_one_by_one(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[nn.Parameter]:
@@ -145,7 +141,7 @@ def filled_one_by_one(model: nn.Module, device: torch.device, dtype: torch.dtype
     Args:
         dtype: For weights that are neither packed nor trained.
     """
-    layers = {f"{path}.weight": layer for path, layer in _four_bit_layers(model)}
+    layers = {f"{path}.weight": layer for path, layer in named_quantized_layers(model)}
     with ties_kept(model):
         for name, parameter in list(model.named_parameters()):
             if name in layers:
@@ -193,6 +189,6 @@ def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def _broadcast(tensor: Tensor, device: torch.device) -> Tensor:
     """Rank 0's values, on the device of each rank."""
-    there = _moved(tensor, device, tensor.dtype).contiguous()
-    dist.broadcast(there, src=0)
-    return there
+    values = _moved(tensor, device, tensor.dtype).contiguous()
+    dist.broadcast(values, src=0)
+    return values

@@ -23,14 +23,13 @@ from finetune.architecture.own_layers.norm_and_gate import norms_and_gates, tile
 from finetune.architecture.recomputation import keeps_products
 from finetune.errors import EnvironmentMismatch
 from finetune.model.adapter_targets import (
-    adapted_paths,
     base_path,
     describe_reach,
     expert_parameters,
     part_of,
     reach,
 )
-from finetune.model.build import attention_name, decoder_parts
+from finetune.model.build import attention_name
 from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.optimizer import formats
 from finetune.model.quantization import float8_layers, frozen_weights, quantized_layers
@@ -48,17 +47,25 @@ FLOAT8_KIND = "LinearFloat8"  # the kind of a layer in float8, which is torch's 
 
 def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, strategy: Strategy) -> dict[str, Any]:
     """The receipt of a prepared model. Raises EnvironmentMismatch where it differs from the recipe."""
-    model = parts.unwrapped_model
+    model, decoder = parts.unwrapped_model, parts.decoder
     trained = [parameter for parameter in model.parameters() if is_trained(parameter)]
     frozen = [parameter for parameter in model.parameters() if not is_trained(parameter)]
-    packed = {id(layer.weight) for layer in (*quantized_layers(model), *float8_layers(model))}
+    quantised, in_float8 = [*quantized_layers(model)], [*float8_layers(model)]
+    frozen_count = frozen_weights(model, lambda weight: 0 if is_trained(weight) else full_numel(weight))
+    packed = {id(layer.weight) for layer in (*quantised, *in_float8)}
+    reached, whole = reach(model, decoder, full_numel), part_of(decoder)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     tiled = tiled_mlps(model)
     cast_to, master = _compute_dtype(accelerator, parts), _dtypes(trained)
+    reduced = master  # gradients are summed over the ranks in their weights' format, unless an engine has its own
     if parts.engine is not None:
         from finetune.strategies.zero_state import master_dtype
 
-        master = dtype_name(master_dtype(parts.engine))
+        master, reduced = dtype_name(master_dtype(parts.engine)), dtype_name(parts.engine.communication_data_type)
+    elif strategy.shards_modules:
+        from finetune.strategies.fsdp import reduced_in
+
+        reduced = ", ".join(sorted(map(dtype_name, reduced_in(model)))) or master
     receipt = {
         "strategy": strategy.name,
         "world_size": accelerator.num_processes,
@@ -66,9 +73,9 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         # Kernels of a CPU sum in one order anyway; those of a GPU while the run trains (launch/determinism.py).
         "deterministic": accelerator.device.type != "cuda" or recipe.training.deterministic,
         "wrapper": type(parts.model).__name__,
-        "architecture": type(decoder_parts(model)).__name__.removeprefix("FSDP"),  # fully_shard puts it before
-        "text_part_of": part_of(decoder_parts(model)),
-        "attention": decoder_parts(model).config._attn_implementation,
+        "architecture": type(decoder).__name__.removeprefix("FSDP"),  # fully_shard puts it before
+        "text_part_of": whole,
+        "attention": decoder.config._attn_implementation,
         "optimizer": {
             "name": recipe.training.optim,
             "by": OPTIMIZERS[recipe.training.optim].library(sharded=strategy.shards_modules),
@@ -79,22 +86,21 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
             "master": master,
             "frozen": _dtypes(frozen),
             "compute": cast_to or _dtypes(parameter for parameter in frozen or trained if id(parameter) not in packed),
-            "reduce": _reduced_in(parts, strategy, trained),
+            "reduce": reduced,
             "optimizer_state": None,  # read off the state, once there is one: add_optimizer_state
         },
         "parameters": {
             "trained": sum(full_numel(parameter) for parameter in trained),
-            "frozen": frozen_weights(model, lambda weight: 0 if is_trained(weight) else full_numel(weight)),
+            "frozen": frozen_count,
         },
         "loss_scaling": kind_of_scaling(accelerator),
         "quantized_layers": dict(
-            Counter(type(layer).__name__ for layer in quantized_layers(model))
-            + Counter(FLOAT8_KIND for _ in float8_layers(model))
+            Counter(type(layer).__name__ for layer in quantised) + Counter(FLOAT8_KIND for _ in in_float8)
         ),
-        "experts": experts_by_format(decoder_parts(model)),
-        "adapted_layers": len(adapted_paths(model)),
+        "experts": experts_by_format(decoder),
+        "adapted_layers": sum(reached["adapted_modules"].values()),
         **computed_layers(accelerator, parts),
-        **reach(model, decoder_parts(model), full_numel),
+        **reached,
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "layers_keeping_products": sum(1 for layer in layers if keeps_products(layer)),
@@ -120,10 +126,10 @@ def experts_by_format(base: PreTrainedModel) -> dict[str, int]:
             held[base_path(path).rpartition(".")[0]] = packing["quant_type"], module.finetune_experts[0]
     for path, parameter in expert_parameters(base).items():
         held[base_path(path).rpartition(".")[0]] = dtype_name(parameter.dtype), full_shape(parameter)[0]
-    found = Counter[str]()
+    formats_of_experts = Counter[str]()
     for name, count in held.values():
-        found[name] += count
-    return dict(found)
+        formats_of_experts[name] += count
+    return dict(formats_of_experts)
 
 
 def computed_layers(accelerator: Accelerator, parts: Assembled) -> dict[str, Any]:
@@ -201,30 +207,10 @@ def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:
     return dtype_name(dtype)
 
 
-def _reduced_in(parts: Assembled, strategy: Strategy, trained: list[nn.Parameter]) -> str:
-    """The number format that gradients are summed over the ranks in: their weights', unless an engine has its own."""
-    if parts.engine is not None:
-        return dtype_name(parts.engine.communication_data_type)
-    if strategy.shards_modules:
-        from finetune.strategies.fsdp import reduced_in
-
-        if formats_of_units := sorted(map(dtype_name, reduced_in(parts.unwrapped_model))):
-            return ", ".join(formats_of_units)
-    return _dtypes(trained)
-
-
 def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
     """The number formats of these parameters, most frequent first."""
     count = Counter(dtype_name(parameter.dtype) for parameter in parameters)
     return ", ".join(name for name, _ in count.most_common()) or "none"
-
-
-def _asked_layers(recipe: Recipe) -> list[str]:
-    if recipe.model.load_in_fp8:
-        return [FLOAT8_KIND]
-    if recipe.quantization is None:
-        return []
-    return ["Linear4bit" if recipe.quantization.load_in_4bit else "Linear8bitLt"]
 
 
 def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -235,6 +221,11 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
     compute = COMPUTE[precision]
     computes = receipt["dtypes"]["compute"] if compute is None else dtype_name(compute)
     reduces = "float32" if strategy.reduces_in_float32 else receipt["dtypes"]["reduce"]
+    quantised = []
+    if recipe.model.load_in_fp8:
+        quantised = [FLOAT8_KIND]
+    elif recipe.quantization is not None:
+        quantised = ["Linear4bit" if recipe.quantization.load_in_4bit else "Linear8bitLt"]
     return [
         ("training.mixed_precision: number format of the computation", computes, receipt["dtypes"]["compute"]),
         ("training.mixed_precision: number format of the reduction", reduces, receipt["dtypes"]["reduce"]),
@@ -256,7 +247,7 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
         ),
         (
             "quantization: kinds of quantised layers",
-            _asked_layers(recipe),
+            quantised,
             [kind for kind in receipt["quantized_layers"] if kind != MXFP4_KIND],
         ),
         (
@@ -288,10 +279,13 @@ def describe(receipt: dict[str, Any]) -> str:
     tiles = f"MLPs of {tiled['layers']} of {receipt.get('layers')} layers run in tiles of {tiled['tokens']:,} tokens\n"
     tiles *= tiled["layers"] > 0
     pipeline = f"{describe_stages(receipt)}\n" if receipt.get("pipeline") else ""
+    others = {why: count for why, count in receipt.get("adapters_computed", {}).items() if why not in (OWN, PACKED)}
+    reasons = ", ".join(f"{why} ({count})" for why, count in others.items())
+    by_peft = f"computed by peft, with more memory traffic: {reasons}\n" if others else ""
     return (
         f"{name}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
-        f"{describe_reach(receipt)}{_computed_by_peft(receipt)}{tiles}"
+        f"{describe_reach(receipt)}{by_peft}{tiles}"
         f"{pipeline}"
         f"{describe_batch(receipt)}"
     )
@@ -305,11 +299,11 @@ def describe_batch(receipt: dict[str, Any]) -> str:
     if unit != "row":
         documents = f"{counted(data['documents'], unit)}, {learned} in answers"
     micro_steps = counted(batch["micro_steps"], "micro-step")
-    together = counted(batch["per_device_batch_size"], unit)
+    share = counted(batch["per_device_batch_size"], unit)
     if "row_tokens" in batch:
         micro_steps = f"at most {micro_steps}"
-        together = f"{counted(batch['per_device_batch_size'], 'row')} of {unit}s, up to {batch['row_tokens']:,} tokens"
-    return f"data: {documents}\nbatch: {counted(batch['world_size'], 'rank')} x {micro_steps} x {together}"
+        share = f"{counted(batch['per_device_batch_size'], 'row')} of {unit}s, up to {batch['row_tokens']:,} tokens"
+    return f"data: {documents}\nbatch: {counted(batch['world_size'], 'rank')} x {micro_steps} x {share}"
 
 
 def describe_stages(receipt: dict[str, Any]) -> str:
@@ -327,12 +321,3 @@ def describe_stages(receipt: dict[str, Any]) -> str:
         f"{batch['width']:,} tokens, {batch['padding_share']:.0%} of them padding; each stage idle {idle:.0%} of the "
         "time where all are as fast"
     )
-
-
-def _computed_by_peft(receipt: dict[str, Any]) -> str:
-    """The line, with its break, that says which adapters peft computes, and why; empty if there are none."""
-    others = {why: count for why, count in receipt.get("adapters_computed", {}).items() if why not in (OWN, PACKED)}
-    reasons = ", ".join(f"{why} ({count})" for why, count in others.items())
-    if others:
-        return f"computed by peft, with more memory traffic: {reasons}\n"
-    return ""

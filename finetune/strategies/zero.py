@@ -19,13 +19,12 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune.architecture.by_document import run_document_by_document
+from finetune.architecture.by_document import first_parameter, run_document_by_document
 from finetune.model.quantization import packed_experts
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import INITIAL_SCALE_POWER
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.pieces import full_numel, full_shape
-from finetune.strategies.zero_leaves import gather_at_once
 from finetune.strategies.zero_requirements import silenced_deepspeed
 from finetune.strategies.zero_state import load_masters
 
@@ -39,26 +38,6 @@ MOST_BUCKETS = 24
 def zero_plugin(recipe: Recipe, strategy: Strategy, *, world_size: int, on_cpu: bool) -> DeepSpeedPlugin:
     """The engine's config, without the buckets that the strategy leaves to `prepare_zero`."""
     training = recipe.training
-    zero = _zero_section(recipe, strategy, on_cpu)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": training.rows_at_once,
-        "train_batch_size": training.rows_at_once * world_size,  # of one forward: the loop accumulates
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": training.max_grad_norm or 0.0,
-        "communication_data_type": "fp32",
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        # torch's fused AdamW on the CPU: as fast as DeepSpeed's, bit for bit the update of the other strategies, and
-        # no compiler needed.
-        "zero_force_ds_cpu_optimizer": False,
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "steps_per_print": sys.maxsize,
-    }
-    config |= _precision(recipe, strategy)
-    return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=zero["stage"] == 3)
-
-
-def _zero_section(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> dict[str, Any]:
     zero: dict[str, Any] = {
         "stage": strategy.zero_stage,
         "contiguous_gradients": True,
@@ -77,7 +56,32 @@ def _zero_section(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> dict[str,
             folder = strategy.section("deepspeed_config").get(f"offload_{what}_nvme_path") or swap_folder(recipe)
             offload |= {"nvme_path": str(folder)}
         zero[f"offload_{what}"] = offload
-    return zero | strategy.engine_settings.get("zero_optimization", {})
+    zero |= strategy.engine_settings.get("zero_optimization", {})
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": training.rows_at_once,
+        "train_batch_size": training.rows_at_once * world_size,  # of one forward: the loop accumulates
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": training.max_grad_norm or 0.0,
+        "communication_data_type": "fp32",
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        # torch's fused AdamW on the CPU: as fast as DeepSpeed's, bit for bit the update of the other strategies, and
+        # no compiler needed.
+        "zero_force_ds_cpu_optimizer": False,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": sys.maxsize,
+    }
+    # Number formats: float32 masters and gradients unless the recipe says pure_bf16.
+    if training.pure_bf16:
+        pure = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        config |= {"bf16": pure, "fp16": {"enabled": False}, "data_types": {"grad_accum_dtype": "bf16"}}
+    else:
+        # Scaled as torch's GradScaler does: halved at each overflow, doubled after 2,000 steps without one.
+        scaling = {"loss_scale_window": 2000, "hysteresis": 1, "min_loss_scale": 1}
+        scaling |= {"initial_scale_power": INITIAL_SCALE_POWER} | strategy.engine_settings.get("fp16", {})
+        half = training.mixed_precision
+        config |= {"bf16": {"enabled": half == "bf16"}, "fp16": {"enabled": half == "fp16"} | scaling}
+    return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=zero["stage"] == 3)
 
 
 def swap_folder(recipe: Recipe) -> Path:
@@ -88,18 +92,6 @@ def swap_folder(recipe: Recipe) -> Path:
 def remove_swap(recipe: Recipe) -> None:
     """Delete NVMe offload's files at the end of a session; a resumed one writes them again."""
     shutil.rmtree(swap_folder(recipe), ignore_errors=True)
-
-
-def _precision(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
-    """The engine's number formats: float32 masters and gradients unless the recipe says pure_bf16."""
-    half = recipe.training.mixed_precision
-    if not recipe.training.pure_bf16:
-        # Scaled as torch's GradScaler does: halved at each overflow, doubled after 2,000 steps without one.
-        scaling = {"loss_scale_window": 2000, "hysteresis": 1, "min_loss_scale": 1}
-        scaling |= {"initial_scale_power": INITIAL_SCALE_POWER} | strategy.engine_settings.get("fp16", {})
-        return {"bf16": {"enabled": half == "bf16"}, "fp16": {"enabled": half == "fp16"} | scaling}
-    pure = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    return {"bf16": pure, "fp16": {"enabled": False}, "data_types": {"grad_accum_dtype": "bf16"}}
 
 
 def buckets(model: nn.Module, stage: int) -> dict[str, int]:
@@ -228,7 +220,13 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     Weights trained in float32 (adapters, under bf16) keep their exact values in the engine's masters.
     """
     plugin = accelerator.state.deepspeed_plugin
-    exact = _into_engine_dtype(model, engine_dtype(plugin.deepspeed_config))
+    dtype, exact = engine_dtype(plugin.deepspeed_config), dict[str, Tensor]()  # trained values that lose digits
+    for name, parameter in model.named_parameters():  # the engine would refuse other formats, or round them
+        if parameter.dtype in (dtype, torch.uint8, torch.int8) or hasattr(parameter, "ds_id"):
+            continue
+        if parameter.requires_grad:
+            exact[name] = parameter.detach().clone()
+        parameter.data = parameter.data.to(dtype)
     if plugin.zero_stage == 3 and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         partition(model.parameters(), plugin.deepspeed_config)
     if plugin.zero_stage == 3:
@@ -243,6 +241,30 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if exact:
         load_masters(engine, exact)
     return engine, optimizer
+
+
+def gather_at_once(modules: Iterable[nn.Module]) -> None:
+    """Gather these modules' weights before their forward, not inside it. The inner forward runs once per document in a
+    rank's row: ranks with different numbers of documents would wait for each other for ever.
+
+    DeepSpeed then reduces their gradients when backward has passed their inputs. torch sees only inputs that are given
+    by position and need a gradient. Without such an input, gradients would be reduced before they are computed.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for module in modules:
+        set_z3_leaf_module(module, True)
+        module.register_forward_pre_hook(_input_by_place, with_kwargs=True)
+
+
+def _input_by_place(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Its hidden states as the first positional argument, with a gradient wherever one is computed."""
+    hidden, *rest = args or (kwargs.pop(first_parameter(module)),)
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()
+    return (hidden, *rest), kwargs
 
 
 def fit_swap(plugin: DeepSpeedPlugin, structure: Callable[[], nn.Module], ranks: int) -> None:
@@ -277,18 +299,6 @@ def engine_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """The number format in which DeepSpeed computes with this config."""
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return next((dtype for key, dtype in halves.items() if config[key]["enabled"]), torch.float32)
-
-
-def _into_engine_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cast tensors that the engine would refuse or round. Returns the trained values that lost digits, by name."""
-    exact: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.dtype in (dtype, torch.uint8, torch.int8) or hasattr(parameter, "ds_id"):
-            continue
-        if parameter.requires_grad:
-            exact[name] = parameter.detach().clone()
-        parameter.data = parameter.data.to(dtype)
-    return exact
 
 
 def partition(parameters: Iterable[nn.Parameter], config: Mapping[str, Any]) -> None:

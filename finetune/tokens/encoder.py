@@ -144,14 +144,13 @@ class Encoder:
             raise RowError("nothing in this row is supervised; give an assistant turn the weight 1, or remove the row")
         return script
 
-    def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """A chat's tokens up to the assistant's answer. Raises RowError."""
         variables = self._data.chat_template_kwargs
-        form = self.template.forms(variables, tools=bool(tools))[0]
+        form = self.template.forms(variables, tools=False)[0]
         finder = self._finder(variables, form)
-        text = self.template.render(messages, tools, generation_prompt=True, variables=variables, form=form)
-        document = self.texts.tokenise_cut(Script(text, [], finder.find_literals(messages, tools, text)))
-        return document.input_ids
+        text = self.template.render(messages, None, generation_prompt=True, variables=variables, form=form)
+        return self.texts.tokenise_cut(Script(text, [], finder.find_literals(messages, None, text))).input_ids
 
     @property
     def has_template(self) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.base.identity import base_identity, base_in_words, is_same_base
+from finetune.base.identity import base_in_words, is_same_base
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.launcher import Launch
 from finetune.launch.signals import StopRequest
@@ -53,6 +53,7 @@ class Agreed:
     launch: Launch
     strategy: Strategy
     tokenizer: PreTrainedTokenizerBase
+    base: Mapping[str, Any]  # the identity of this rank's base
     prepared: Prepared
     plan: BatchPlan
     schedule: Schedule  # of the learning rate
@@ -125,7 +126,7 @@ def settle_choices(start: Start, everyone: Sequence[OwnChoices], run_dir: str) -
 
         ranks, gpus = checked.launch.local_world_size, choices.gpus
         memory = gpus.memory if gpus else memory_of(checked.device).total
-        chosen = choose_reduction(recipe, strategy, gpus, ranks=ranks, memory=memory)
+        chosen = choose_reduction(recipe, choices.known, strategy, gpus, ranks=ranks, memory=memory)
         once = all(all_ranks().gather(chosen is not None and chosen.once))
         if chosen is not None:
             reduction = (Reduction(False, reason) if chosen.once and not once else chosen).facts
@@ -135,6 +136,7 @@ def settle_choices(start: Start, everyone: Sequence[OwnChoices], run_dir: str) -
         launch=checked.launch,
         strategy=strategy,
         tokenizer=choices.tokenizer,
+        base=choices.base,
         prepared=start.prepared,
         plan=plan,
         schedule=start.schedule,
@@ -176,7 +178,7 @@ def refuse_apart(agreed: Agreed, apart: Mapping[int, int]) -> None:
                 f"output_dir: rank {min(apart)} does not see rank 0's folder, where {what} offload keeps its files; "
                 f"set {key} in accelerate_config's deepspeed_config to a folder of each machine's own disk"
             )
-    own = (base_identity(agreed.recipe.model), agreed.prepared.fingerprint, agreed.adapter and agreed.adapter.sha256)
+    own = (agreed.base, agreed.prepared.fingerprint, agreed.adapter and agreed.adapter.sha256)
     everyone = all_ranks().gather((socket.gethostname(), *own))
     _, base, rows, adapter = everyone[0]
     for rank, (host, other_base, other_rows, other_adapter) in enumerate(everyone):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,11 +23,14 @@ from finetune.tokens.dataset import Prepared, prepare_here
 from finetune.training.batch_plan import BatchPlan, plan_batches
 from finetune.wording import counted
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 FEW = 20  # steps; in fewer, warmup and decay leave few steps at the recipe's learning rate
 
 
-def batch_notes(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> list[str]:
-    """The line about the data, and one for each thing that looks wrong. Reads the model's configuration, no weights."""
+def batch_notes(recipe: Recipe, prepared: Prepared, plan: BatchPlan, positions: int | None) -> list[str]:
+    """The line about the data, and one for each thing that looks wrong. `positions`: the model's; None: not known."""
     return [
         data_line(recipe, prepared, plan),
         *few_steps(recipe, plan),
@@ -36,7 +39,7 @@ def batch_notes(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> list[str
         *large_micro_batch(plan),
         *far_rate(recipe),
         *router_left_out(recipe),
-        *beyond_positions(recipe, prepared, positions_of(recipe)),
+        *beyond_positions(recipe, prepared, positions),
     ]
 
 
@@ -72,7 +75,7 @@ def notes_before_launch(
         "warmup_steps": recipe.training.warmup_of(plan.total_steps),
         "ranks": ranks,
         "idle_ranks": _idle(plan),
-        "notes": batch_notes(recipe, prepared, plan) + of_lengths,
+        "notes": batch_notes(recipe, prepared, plan, positions_of(recipe)) + of_lengths,
     }
 
 
@@ -92,7 +95,9 @@ def data_line(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> str:
 
 
 def _tokens_a_step(prepared: Prepared, plan: BatchPlan) -> int:
-    return _three_figures(prepared.facts["tokens"] / plan.rows * min(plan.global_batch_size, plan.total_rows))
+    """12,345 as 12,300: a mean over rows has no more than three certain figures."""
+    count: int = round(prepared.facts["tokens"] / plan.rows * min(plan.global_batch_size, plan.total_rows))
+    return round(count, min(0, 3 - len(str(count))))
 
 
 def _idle(plan: BatchPlan) -> int:
@@ -203,15 +208,19 @@ def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) 
     )
 
 
-def positions_of(recipe: Recipe) -> int | None:
-    """The model's number of positions, with its own or the recipe's scaling; None where its configuration has none."""
+def positions_of(recipe: Recipe, config: PreTrainedConfig | None = None) -> int | None:
+    """The model's number of positions, with its own or the recipe's scaling; None where its configuration has none.
+
+    Args:
+        config: The model's configuration; None: it is read from the base's files.
+    """
     from transformers import AutoConfig
 
     from finetune.model.known_configs import positions_in
 
     section = recipe.model
     try:
-        loaded: Any = AutoConfig.from_pretrained(
+        loaded: Any = config or AutoConfig.from_pretrained(
             resolve_model_path(section.name_or_path),
             revision=section.revision,
             trust_remote_code=section.trust_remote_code,
@@ -239,10 +248,3 @@ def _rows(plan: BatchPlan, count: int) -> str:
 
 def _steps(count: int) -> str:
     return counted(count, "step")
-
-
-def _three_figures(count: float) -> int:
-    """12,345 as 12,300: a mean over rows has no more than three certain figures."""
-    if count >= 1000:
-        return round(round(count), 2 - math.floor(math.log10(count)))
-    return round(count)

@@ -59,23 +59,20 @@ class Held:
 
             load_pieces(self.parts.engine, self.weights, self.states)
         else:
-            self._fill_live()
-
-    @torch.no_grad()
-    def _fill_live(self) -> None:
-        reshard(self.parts.unwrapped_model)
-        for name, weight in model_tensors(self.parts.unwrapped_model).items():
-            local_part(weight)[0].copy_(self.weights[name])
-        optimizer = self.parts.optimizer.state
-        for parameter in [*optimizer]:
-            if parameter not in self.states:
-                del optimizer[parameter]
-                continue
-            for key, value in self.states[parameter].items():
-                if isinstance(value, Tensor):
-                    local_part(optimizer[parameter][key])[0].copy_(value)
-                else:
-                    optimizer[parameter][key] = value
+            reshard(self.parts.unwrapped_model)
+            optimizer = self.parts.optimizer.state
+            with torch.no_grad():
+                for name, weight in model_tensors(self.parts.unwrapped_model).items():
+                    local_part(weight)[0].copy_(self.weights[name])
+                for parameter in [*optimizer]:
+                    if parameter not in self.states:
+                        del optimizer[parameter]
+                        continue
+                    for key, value in self.states[parameter].items():
+                        if isinstance(value, Tensor):
+                            local_part(optimizer[parameter][key])[0].copy_(value)
+                        else:
+                            optimizer[parameter][key] = value
 
 
 def hold_state(recipe: Recipe, parts: Assembled, ranks: Ranks, *, on_host: bool) -> Held:
@@ -192,7 +189,10 @@ def _disk_reserves(folder: Path, nbytes: int, ranks: Ranks) -> bool:
 def _live_tensors(parts: Assembled) -> list[Tensor]:
     reshard(parts.unwrapped_model)
     states = [value for state in parts.optimizer.state.values() for value in state.values()]
-    tensors = [*model_tensors(parts.unwrapped_model).values(), *(each for each in states if isinstance(each, Tensor))]
+    tensors = [
+        *model_tensors(parts.unwrapped_model).values(),
+        *(value for value in states if isinstance(value, Tensor)),
+    ]
     return [local_part(tensor)[0] for tensor in tensors]
 
 

@@ -75,15 +75,16 @@ def describe_memory(facts: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def out_of_memory_explained(agreed: Agreed, progress: Progress, phases: Phases) -> Iterator[None]:
+def out_of_memory_explained(agreed: Agreed, progress: Progress, phases: Phases) -> Iterator[PlanRequest]:
     """Put this around a training. A failed allocation becomes DoesNotFit, with plan, measurement and changes that would
     take less.
 
-    It asks the planner, which may take a minute. This rank's heartbeat continues meanwhile.
+    Yields the request, which the receipt has too. The planner may take a minute. This rank's heartbeat continues
+    meanwhile.
     """
     request = plan_request(agreed)  # before memory is short
     try:
-        yield
+        yield request
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise

@@ -8,7 +8,7 @@ values from its folder. The cache folder keeps them too, under a key made of eve
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,10 +31,9 @@ from finetune.launch.determinism import deterministic_algorithms
 from finetune.measure.metrics import Terminal
 from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import Phases, give_back_cached_memory
-from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.recipe.sections.preferences import Dpo, Kto, names_second_model
-from finetune.strategies.assemble import assemble, check_vocabulary
+from finetune.strategies.assemble import Assembled, assemble, check_vocabulary
 from finetune.strategies.pieces import all_ranks
 from finetune.tokens.batches import prefetch
 from finetune.tokens.cache import content_key
@@ -60,61 +59,54 @@ VALUES = ("answers", "mismatched", "held_out")
 
 
 def find_reference(
-    run: Run, agreed: Agreed, unwrapped: nn.Module, first_step: int, compiled: CompiledLayers
-) -> tuple[ReferenceValues, dict[str, Any]] | None:
-    """The objective's reference, on every rank, and the receipt's facts; None if it needs none.
+    run: Run, agreed: Agreed, assembled: Assembled, first_step: int, compiled: CompiledLayers
+) -> dict[str, Any]:
+    """Give the objective its reference, on every rank. Returns the receipt's facts.
 
     Args:
-        unwrapped: The model without the strategy's wrapper, as it is before the first step.
+        assembled: The model as it is before the first step.
 
     Raises FinetuneError for a resumed run whose folder has no reference: the start is not known any more.
     """
-    section, objective = agreed.recipe.preferences, run.parts.objective
-    if section is None or not section.needs_reference:
-        return None
+    section, objective, accelerator = agreed.recipe.preferences, run.parts.objective, run.parts.accelerator
+    assert section is not None
     assert isinstance(objective, Pairs | JudgedAnswers)
     key = reference_key(agreed, section)
     log = run.output.terminal.log
     own_file, kept_file = agreed.run_dir / KEPT_IN_RUN, cache_folder() / "references" / f"{key}.json"
     forwards = Forwards.of(run)
     shapes = _shapes(run.train_rows, run.eval_rows, run.plan, objective)
-    reference: ReferenceValues | None
     if first_step > 0:
-        reference = _read_by_all(run.parts.accelerator, own_file, None, shapes)
+        source, reference = "the run folder", _read_by_all(accelerator, own_file, None, shapes)
         if reference is None:
             raise FinetuneError(
                 f"{own_file}: the reference of this run's start is not there, or it is another run's, a shorter run's "
                 "or (KTO) an earlier release's; restore the file, or start again with training.resume=never"
             )
-        log(_line(section, shapes, key, "from the run folder"))
-        return reference, {"kind": section.reference, "key": key, "from": "the run folder"}
-    computing: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if section.reference == "adapter_off":
-        computing = cast("Any", unwrapped).disable_adapter
-    reference = _read_by_all(run.parts.accelerator, kept_file, key, shapes)
-    source = "the cache"
-    if names_second_model(section):  # keep_second_model has kept it
-        assert reference is not None
-    with computing():
-        if reference is not None and not names_second_model(section) and not _agrees(forwards, reference):
-            log("reference: the kept one is not this model's; it is computed again")
-            reference = None
-        if reference is None:
-            source = "computed"
-            reference = _computed(forwards, unwrapped, compiled, objective, shapes)
-    if agreed.writes and agreed.launch.is_main:
-        content = _as_json(key, reference)
-        write_sealed(own_file, content)
-        if source == "computed":
-            kept_file.parent.mkdir(parents=True, exist_ok=True)
-            write_sealed(kept_file, content)
-    log(_line(section, shapes, key, source if source == "computed" else f"from {source}"))
-    return reference, {"kind": section.reference, "key": key, "from": source}
-
-
-def _line(section: Dpo | Kto, shapes: Mapping[str, tuple[int, ...]], key: str, source: str) -> str:
+    else:
+        source, reference = "the cache", _read_by_all(accelerator, kept_file, key, shapes)
+        computing: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if section.reference == "adapter_off":
+            computing = cast("Any", assembled.unwrapped_model).disable_adapter
+        if names_second_model(section):  # keep_second_model has kept it
+            assert reference is not None
+        with computing():
+            if reference is not None and not names_second_model(section) and not _agrees(forwards, reference):
+                log("reference: the kept one is not this model's; it is computed again")
+                reference = None
+            if reference is None:
+                source, reference = "computed", _computed(forwards, assembled, compiled, objective, shapes)
+        if agreed.writes and agreed.launch.is_main:
+            content = _as_json(key, reference)
+            write_sealed(own_file, content)
+            if source == "computed":
+                kept_file.parent.mkdir(parents=True, exist_ok=True)
+                write_sealed(kept_file, content)
+    objective.reference = reference
     answers = sum(int(np.prod(shape)) for shape in shapes.values())
-    return f"reference: {section.reference}, log-probabilities of {answers:,} answers, {source} ({key[:12]})"
+    origin = source if source == "computed" else f"from {source}"
+    log(f"reference: {section.reference}, log-probabilities of {answers:,} answers, {origin} ({key[:12]})")
+    return {"kind": section.reference, "key": key, "from": source}
 
 
 def keep_second_model(agreed: Agreed, accelerator: Accelerator, terminal: Terminal, phases: Phases) -> None:
@@ -140,7 +132,7 @@ def keep_second_model(agreed: Agreed, accelerator: Accelerator, terminal: Termin
     terminal.log(f"reference: computing the log-probabilities of {section.reference}")
     with as_reference(recipe):
         assembled = assemble(other, agreed.strategy, accelerator, launch=agreed.launch)
-        check_vocabulary(assembled.unwrapped_model, rows.facts["largest_token_id"])
+        check_vocabulary(assembled.decoder, rows.facts["largest_token_id"])
     forwards = Forwards(
         accelerator,
         assembled.model,
@@ -151,8 +143,7 @@ def keep_second_model(agreed: Agreed, accelerator: Accelerator, terminal: Termin
         terminal,
         phases,
     )
-    unwrapped, device = assembled.unwrapped_model, accelerator.device
-    decoder = decoder_parts(unwrapped)
+    decoder, device = assembled.decoder, accelerator.device
     compiled = compile_as_asked(other, agreed.strategy, decoder, device, terminal.log)
     dtype = COMPUTE[recipe.training.mixed_precision] or decoder.dtype
     kernel = choose_flash_kernel(other, device, dtype, widest_head(decoder.config))
@@ -160,10 +151,10 @@ def keep_second_model(agreed: Agreed, accelerator: Accelerator, terminal: Termin
         # It takes no training step, so its layers are compiled without gradients alone.
         uncompiled = CompiledLayers(required=False, log=terminal.log, stopped="a reference trains nothing")
         assembled.model.train()  # not chained: DeepSpeed's train() returns None
-        compare_fast_paths(forwards, unwrapped, uncompiled, kernel)
+        compare_fast_paths(forwards, assembled, uncompiled, kernel)
         with kernel.active():
-            reference = _computed(forwards, unwrapped, compiled, objective, shapes)
-    del assembled, forwards, unwrapped, decoder, compiled
+            reference = _computed(forwards, assembled, compiled, objective, shapes)
+    del assembled, forwards, decoder, compiled
     accelerator.free_memory()
     give_back_freed_memory()
     give_back_cached_memory(accelerator.device)
@@ -220,7 +211,7 @@ def _shapes(
 
 def _computed(
     forwards: Forwards,
-    unwrapped: nn.Module,
+    assembled: Assembled,
     compiled: CompiledLayers,
     objective: Pairs | JudgedAnswers,
     shapes: dict[str, tuple[int, ...]],
@@ -230,25 +221,27 @@ def _computed(
     They stay on the device until the last one is computed, so that the device never waits for the host.
     """
     values = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    forwards = replace(forwards, plan=_with_more_rows(forwards, unwrapped))
+    forwards = replace(forwards, plan=_with_more_rows(forwards, assembled.unwrapped_model))
     rows = _all_units(forwards)
     groups = forwards.plan.groups(rows, np.arange(len(rows)))
     units = rows.units(np.arange(len(rows)))
     batches = answer_batches(forwards.plan, rows, groups)
     with compiled.forwards() if len(batches) >= WORTH_COMPILING else nullcontext():
-        found = [("answers", units[places], each) for each, places in _log_probabilities(forwards, batches, "answers")]
+        computed = [
+            ("answers", units[places], figures) for figures, places in _log_probabilities(forwards, batches, "answers")
+        ]
         if isinstance(objective, JudgedAnswers):
             for name, own_rows, steps in _streams(forwards):
                 for first, indices in steps:
                     others = objective.mismatched_batches(ChosenRows(forwards.plan, own_rows, indices))
                     what = f"mismatched answers, {first:,} done"
-                    for each, places in _log_probabilities(forwards, others, what):
-                        found.append((name, np.asarray(places, np.int64) + first, each))
+                    for figures, places in _log_probabilities(forwards, others, what):
+                        computed.append((name, np.asarray(places, np.int64) + first, figures))
     compiled.agree(partial(forwards.accelerator.reduce, reduction="sum"), forwards.accelerator.device)
-    if found:
-        read = torch.cat([each for _, _, each in found]).cpu().numpy()
-        ends = np.cumsum([len(each) for _, _, each in found])
-        for (name, stands, _), numbers in zip(found, np.split(read, ends[:-1]), strict=True):
+    if computed:
+        read = torch.cat([figures for _, _, figures in computed]).cpu().numpy()
+        ends = np.cumsum([len(figures) for _, _, figures in computed])
+        for (name, stands, _), numbers in zip(computed, np.split(read, ends[:-1]), strict=True):
             values[name][stands] = numbers.reshape(len(stands), *shapes[name][1:])
     return ReferenceValues(**{name: _summed(forwards.accelerator, array) for name, array in values.items()})
 
@@ -312,9 +305,9 @@ def _agrees(forwards: Forwards, reference: ReferenceValues) -> bool:
     differs = 0
     batches = answer_batches(forwards.plan, rows, [[int(index)] for index in indices])
     for on_device, places in _log_probabilities(forwards, batches, "comparing with the kept one"):
-        found = on_device.cpu().numpy()
+        figures = on_device.cpu().numpy()
         kept = reference.answers[units[places]].reshape(-1)
-        differs += int((np.abs(found - kept) > AGREEING * np.maximum(np.abs(found), 1.0)).sum())
+        differs += int((np.abs(figures - kept) > AGREEING * np.maximum(np.abs(figures), 1.0)).sum())
     return not _summed(forwards.accelerator, np.asarray([differs], np.float32))[0]
 
 
@@ -328,15 +321,20 @@ def _summed(accelerator: Accelerator, values: np.ndarray) -> np.ndarray:
 def _read_by_all(
     accelerator: Accelerator, file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]
 ) -> ReferenceValues | None:
-    """Rank 0's kept reference on every rank; None if it has none."""
-    found = _read(file, key, shapes) if accelerator.is_main_process else None
-    if not _summed(accelerator, np.asarray([found is not None], np.float32))[0]:
+    """Rank 0's kept reference on every rank; None if it has none, or not what was written for this key (None: any)."""
+    content = read_sealed(file) if accelerator.is_main_process else None
+    values: dict[str, np.ndarray] = {}
+    if isinstance(content, dict) and key in (None, content.get("key")):
+        # An earlier release put other answers beside the prompts.
+        known = "mismatched" not in shapes or content.get("format") == REFERENCE_FORMAT
+        for name, shape in shapes.items() if known else ():
+            array = np.frombuffer(base64.b64decode(str(content.get(name, ""))), "<f4")
+            if array.size == int(np.prod(shape)):
+                values[name] = array.reshape(shape).copy()
+    if not _summed(accelerator, np.asarray([values.keys() == shapes.keys()], np.float32))[0]:
         return None
-    values = {}
-    for name, shape in shapes.items():
-        own = np.zeros(shape, np.float32) if found is None else getattr(found, name)
-        values[name] = _summed(accelerator, own)
-    return ReferenceValues(**values)
+    own = {name: values.get(name, np.zeros(shape, np.float32)) for name, shape in shapes.items()}
+    return ReferenceValues(**{name: _summed(accelerator, array) for name, array in own.items()})
 
 
 def _as_json(key: str, reference: ReferenceValues) -> dict[str, Any]:
@@ -345,19 +343,3 @@ def _as_json(key: str, reference: ReferenceValues) -> dict[str, Any]:
         if (array := getattr(reference, name)) is not None:
             content[name] = base64.b64encode(np.ascontiguousarray(array, "<f4").tobytes()).decode()
     return content
-
-
-def _read(file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]) -> ReferenceValues | None:
-    """A kept reference; None if there is none, or if it is not what was written for this key (None: for any)."""
-    content = read_sealed(file)
-    if not isinstance(content, dict) or key not in (None, content.get("key")):
-        return None
-    if "mismatched" in shapes and content.get("format") != REFERENCE_FORMAT:
-        return None  # an earlier release put other answers beside the prompts
-    values = {}
-    for name, shape in shapes.items():
-        array = np.frombuffer(base64.b64decode(str(content.get(name, ""))), "<f4")
-        if array.size != int(np.prod(shape)):
-            return None
-        values[name] = array.reshape(shape).copy()
-    return ReferenceValues(**values)

@@ -2,7 +2,7 @@
 
     session       meets the other ranks and agrees with them, turns stop signals into a flag, runs watchdog and saves
       build       model, optimizer, receipt, schedule and output, as of the first step           -> Built
-      train       worst step, reference, answers before, the loop, export and answers after      -> Ended
+      train       worst step, reference, answers before, the loop, export and answers after      -> exit code
 
 `refuse`, `choose` and `prepare` come before (training/start.py). finetune/train.py calls all five.
 """
@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,15 +26,15 @@ from finetune.architecture.compiled.layers import CompiledLayers, compile_as_ask
 from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel, widest_head
 from finetune.base.identity import COVERS, base_identity
 from finetune.errors import EnvironmentMismatch, Stopped
-from finetune.generation.generate import may_share_a_batch, penalties_of, stop_on
+from finetune.generation.generate import penalties_of, stop_on
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
 from finetune.launch.launcher import repeat_after_launcher
+from finetune.launch.plan_request import PlanRequest
 from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import grace_period, stop_on_signals
 from finetune.measure.phases import Phase, Phases, give_back_cached_memory, peak_of
 from finetune.measure.units import GIB
-from finetune.model.build import decoder_parts
 from finetune.model.optimizer import call_after_first_step, unwrap_optimizer
 from finetune.ranks.heartbeat import clear_heartbeats
 from finetune.recipe.optimizers import checkpoint_bytes
@@ -59,16 +59,16 @@ from finetune.strategies.pieces import all_ranks
 from finetune.strategies.receipt import computed_layers, describe, write_receipt
 from finetune.training.agreement import Agreed, own_choices, refuse_apart, settle_choices
 from finetune.training.cast_weights import cast_weights
-from finetune.training.held_state import hold_state, planned_save, remove_temporary
+from finetune.training.held_state import planned_save, remove_temporary
 from finetune.training.loop import take_steps
-from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
+from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained
 from finetune.training.objectives import objective_of
 from finetune.training.run import Checkpoints, Forwards, Run, StepParts, steps_of
 from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples
 from finetune.training.start import Start
 from finetune.training.watchdog import Progress, watchdog
-from finetune.training.worst_step import compare_fast_paths, measured_phases, worst_step_first
+from finetune.training.worst_step import compare_fast_paths, worst_step_first
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Session:
     output: RunOutput
     progress: Progress
     phases: Phases
+    request: PlanRequest  # the worst step, as the planner needs it
     saves: Saves
 
 
@@ -94,19 +95,8 @@ class Built:
     receipt: Receipt
     kernel: FlashKernel  # that computes the steps' packed attention
     compiled: CompiledLayers
+    request: PlanRequest  # the worst step, as the planner needs it
     loading: Mapping[str, Phase]  # measured while the model was loaded
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a training ended, if no error ended it."""
-
-    step: int  # the last one
-    reached_end: bool  # else a signal stopped it
-
-    @property
-    def exit_code(self) -> int:
-        return 0 if self.reached_end else Stopped.exit_code
 
 
 @contextmanager
@@ -140,10 +130,10 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
                     "their checkpoint pieces come here over the network"
                 )
             with (
-                out_of_memory_explained(agreed, progress, phases),
+                out_of_memory_explained(agreed, progress, phases) as request,
                 saves_in_background(recipe, output.terminal.log, meeting.apart) as saves,
             ):
-                yield Session(agreed, accelerator, output, progress, phases, saves)
+                yield Session(agreed, accelerator, output, progress, phases, request, saves)
                 accelerator.wait_for_everyone()
 
 
@@ -169,18 +159,18 @@ def process_group(start: Start) -> Iterator[Accelerator]:
                 remove_swap(recipe)
 
 
-def refuse_without_room(agreed: Agreed, trained: int) -> None:
-    """Raise EnvironmentMismatch, on every rank, if rank 0's disk has no room for checkpoints of `trained` parameters.
+def refuse_without_room(agreed: Agreed, size: int) -> None:
+    """Raise EnvironmentMismatch, on every rank, if rank 0's disk has no room for checkpoints of `size` bytes.
 
     All pieces go there. While one is written, as many are there as the run keeps.
     """
     problem = None
     if agreed.writes:
-        recipe, size = agreed.recipe, checkpoint_bytes(agreed.recipe.training, trained)
-        there, total = len(checkpoint_steps(agreed.run_dir)), agreed.plan.total_steps
+        recipe, total = agreed.recipe, agreed.plan.total_steps
+        kept = len(checkpoint_steps(agreed.run_dir))
         saves = math.ceil(total / steps_between(recipe.save_steps, total))
-        most = min(recipe.save_total_limit + recipe.training.exports_best + 1, there + saves)
-        needed, free = max(1, most - there) * size, shutil.disk_usage(agreed.run_dir).free
+        most = min(recipe.save_total_limit + recipe.training.exports_best + 1, kept + saves)
+        needed, free = max(1, most - kept) * size, shutil.disk_usage(agreed.run_dir).free
         if needed > free:
             problem = (
                 f"output_dir: checkpoints take {needed / GIB:,.3f} GiB more on rank 0's disk, where {free / GIB:,.3f} "
@@ -220,8 +210,7 @@ def build(opened: Session) -> Built:
     if agreed.scored is not None:
         from finetune.training.row_scorer import RowScorer
 
-        shared, sharded = may_share_a_batch(agreed.probed), agreed.strategy.shards_parameters
-        scorer = RowScorer(agreed.scored, agreed.tokenizer, shared, sharded, parts, assembled, output)
+        scorer = RowScorer(agreed, parts, assembled, output)
     run = Run(
         recipe=recipe,
         plan=agreed.plan,
@@ -240,34 +229,33 @@ def build(opened: Session) -> Built:
     loading = dict(phases.seen)
     if recipe.measure_phases:
         for line in phases.lines(state.step):
-            run.write_metrics(line)
+            output.write_metrics(line)
     phases.take()
     phases.enabled = recipe.measure_phases
 
     opened.progress.phase = "worst step first"
-    decoder = decoder_parts(assembled.unwrapped_model)
-    compiled = compile_as_asked(recipe, agreed.strategy, decoder, accelerator.device, log)
-    computes = receipt.content["dtypes"]["compute"].partition(",")[0]
-    kernel = choose_flash_kernel(recipe, accelerator.device, getattr(torch, computes), widest_head(decoder.config))
+    call_after_first_step(assembled.optimizer, receipt.add_optimizer_state)
+    decoder, device, optimizer = assembled.decoder, accelerator.device, unwrap_optimizer(assembled.optimizer)
+    compiled = compile_as_asked(recipe, agreed.strategy, decoder, device, log)
+    computes: torch.dtype = getattr(torch, receipt.content["dtypes"]["compute"].partition(",")[0])
+    kernel = choose_flash_kernel(recipe, device, computes, widest_head(decoder.config))
     receipt.add("flash_kernel", kernel.facts())
     log(str(kernel))
-    if accelerator.device.type == "cuda" and recipe.training.compile is not False and computes != "float32":
-        from finetune.architecture.compiled.loss_kernel import use_loss_kernel
+    with deterministic_algorithms(recipe.training.deterministic, device):
+        if device.type == "cuda" and recipe.training.compile is not False and computes != torch.float32:
+            from finetune.architecture.compiled.loss_kernel import use_loss_kernel
 
-        words = decoder.config.get_text_config().vocab_size
-        with deterministic_algorithms(recipe.training.deterministic, accelerator.device):
-            facts = use_loss_kernel(recipe, words, accelerator.device, getattr(torch, computes))
-        receipt.add("loss_kernel", facts)
-    if hasattr(unwrap_optimizer(assembled.optimizer), "update_range"):  # an optimizer of the kit's own
-        from finetune.model.optimizers.fused_update import choose_update
+            words = decoder.config.get_text_config().vocab_size
+            receipt.add("loss_kernel", use_loss_kernel(recipe, words, device, computes))
+        if hasattr(optimizer, "update_range"):  # an optimizer of the kit's own
+            from finetune.model.optimizers.fused_update import choose_update
 
-        with deterministic_algorithms(recipe.training.deterministic, accelerator.device):
-            update = choose_update(recipe, unwrap_optimizer(assembled.optimizer), accelerator.device)
-        if update is not None:
-            update.agree(partial(accelerator.reduce, reduction="sum"), accelerator.device)
-            receipt.add("optimizer_update", update.facts())
-            log(str(update))
-    return Built(agreed, assembled, run, state, receipt, kernel, compiled, loading)
+            update = choose_update(recipe, optimizer, device)
+            if update is not None:
+                update.agree(partial(accelerator.reduce, reduction="sum"), device)
+                receipt.add("optimizer_update", update.facts())
+                log(str(update))
+    return Built(agreed, assembled, run, state, receipt, kernel, compiled, opened.request, loading)
 
 
 def _load(opened: Session) -> tuple[Assembled, TrainState]:
@@ -275,12 +263,12 @@ def _load(opened: Session) -> tuple[Assembled, TrainState]:
     agreed, accelerator, first_step = opened.agreed, opened.accelerator, opened.progress.step
     recipe, log = agreed.recipe, opened.output.terminal.log
     assembled = assemble(recipe, agreed.strategy, accelerator, launch=agreed.launch)
-    check_vocabulary(assembled.unwrapped_model, agreed.prepared.facts["largest_token_id"])
+    check_vocabulary(assembled.decoder, agreed.prepared.facts["largest_token_id"])
     stops = agreed.prepared.conversation.stops
-    if penalties := penalties_of(assembled.unwrapped_model):
+    if penalties := penalties_of(assembled.decoder):
         words = ", ".join(f"{name}: {value}" for name, value in penalties.items())
         log(f"the base's {words} would change greedy answers: samples, scores and exports leave that out")
-    if lacking := stop_on(assembled.unwrapped_model, stops.values()):
+    if lacking := stop_on(assembled.decoder, stops.values()):
         names = ", ".join(token for token, number in stops.items() if number in lacking)
         log(f"answers end with {names}: the base's own settings do not stop there; samples, scores and exports do")
     if agreed.adapter is not None and first_step == 0:
@@ -327,30 +315,31 @@ def _begin_receipt(agreed: Agreed, accelerator: Accelerator, assembled: Assemble
     if agreed.adapter is not None:
         lines.append(agreed.adapter.note(agreed.recipe))
     output.terminal.log("\n".join([*lines, *agreed.prepared.notes]))
-    call_after_first_step(assembled.optimizer, receipt.add_optimizer_state)
     return receipt
 
 
-def train(built: Built) -> Ended:
-    """Train a built run, and export it if no signal stops it. Every rank calls it."""
+def train(built: Built) -> int:
+    """Train a built run, and export it if no signal stops it. Every rank calls it. Returns the exit code."""
     agreed, run, state, progress = built.agreed, built.run, built.state, built.run.progress
+    assembled, receipt, recipe = built.assembled, built.receipt, agreed.recipe
     log, device = run.output.terminal.log, run.parts.accelerator.device
     measured = dict(built.loading) | try_worst_step(built)
-    progress.phase = "reference"
-    if agreed.recipe.preferences is not None:
-        run = _with_reference(built)
+    if recipe.preferences is not None and recipe.preferences.needs_reference:
+        from finetune.training.reference import find_reference
+
+        progress.phase, began = "reference", time.monotonic()
+        with built.kernel.active(), deterministic_algorithms(recipe.training.deterministic, device):
+            facts = find_reference(run, agreed, assembled, state.step, built.compiled)
+        receipt.add("reference", facts | {"seconds": round(time.monotonic() - began, 1)})
     if state.step == 0:
         progress.phase = "looking before"
-        look_before(agreed, run, built.assembled, built.kernel)
+        look_before(agreed, run, assembled, built.kernel)
     progress.phase = "training"
-    deterministic = deterministic_algorithms(agreed.recipe.training.deterministic, device)
+    deterministic = deterministic_algorithms(recipe.training.deterministic, device)
     with built.kernel.active(), deterministic, agreed.stop.finishes_step():
         reached_end = take_steps(run, state)
-    built.receipt.add("compiled", built.compiled.facts())
-    if reached_end:
-        progress.phase = "export"
-        _finish(built, run, measured)
-    else:
+    receipt.add("compiled", built.compiled.facts())
+    if not reached_end:
         reason, command = agreed.stop.reason, ""
         if agreed.writes:
             command = mark_run(agreed.run_dir, "stopped", step=state.step, reason=reason)
@@ -358,7 +347,39 @@ def train(built: Built) -> Ended:
         log(line)
         if agreed.launch.is_main:
             repeat_after_launcher(line)
-    return Ended(state.step, reached_end)
+        return Stopped.exit_code
+
+    progress.phase = "export"
+    assert run.checkpoints is not None
+    saves = run.checkpoints.saves
+    if saves.ranks.apart:
+        saves.wait()  # it sends files to rank 0, and a best checkpoint's go the other way
+    exported = weights_to_export(recipe, assembled, state, saves.ranks)
+    unchanged = refuse_unchanged(trained_checksums(assembled), state.start_checksums)
+    receipt.add("change", {"unchanged_tensors": unchanged})
+    log(describe_change(unchanged, state.start_checksums))
+    write_samples(agreed, run, assembled, when="after", step=state.step)
+    folder = export(recipe, assembled, agreed.tokenizer, write=agreed.writes)
+    if agreed.writes:
+        memory = memory_facts(built.request, measured, device)
+        receipt.add("memory", memory)
+        log(describe_memory(memory))
+        receipt.add("export", exported.as_json())
+        mark_run(agreed.run_dir, "finished", step=state.step, exported=exported.as_json())
+        log(describe_exported(exported, state))
+        if recipe.lora is None:
+            from finetune.run_folder.base_parts import untrained_in_words
+
+            for line in untrained_in_words(recipe.model, assembled.decoder):
+                log(line)
+        if recipe.preferences is not None:
+            result, rows = read_run(agreed.run_dir, recipe), recipe.training.global_batch_size
+            log("\n".join(warnings_of(result.trained(), result.exported_eval(), rows)))
+        run_dir = str(agreed.run_dir)
+        log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run_dir])}")
+        log(f"how good is it, and what was forgotten: {shlex.join(['finetune', 'eval', run_dir, '--general'])}")
+        log(f"serve it: {shlex.join(['finetune', 'export', run_dir, '--for', 'ollama'])}")
+    return 0
 
 
 def try_worst_step(built: Built) -> dict[str, Phase]:
@@ -372,11 +393,12 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     ranks = run.checkpoints.saves.ranks
     device, deterministic = accelerator.device, agreed.recipe.training.deterministic
 
-    with deterministic_algorithms(deterministic, device), measured_phases(run.parts.phases) as measured:
-        guard = compare_fast_paths(Forwards.of(run), built.assembled.unwrapped_model, compiled, built.kernel)
+    with deterministic_algorithms(deterministic, device), run.parts.phases.measured() as measured:
+        guard = compare_fast_paths(Forwards.of(run), built.assembled, compiled, built.kernel)
     receipt.add("guard", guard.facts())
+    saved = checkpoint_bytes(agreed.recipe.training, receipt.content["parameters"]["trained"])
     if ranks.apart:
-        refuse_without_room(agreed, receipt.content["parameters"]["trained"])
+        refuse_without_room(agreed, saved)
     if guard.left_off:
         receipt.add("flash_kernel", built.kernel.facts())
         for name, facts in computed_layers(accelerator, built.assembled).items():
@@ -384,8 +406,7 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
 
     try:
         with built.kernel.active(), deterministic_algorithms(deterministic, device):
-            on_host = device.type != "cuda" or agreed.strategy.offloaded
-            worst = worst_step_first(run, lambda: hold_state(agreed.recipe, built.assembled, ranks, on_host=on_host))
+            worst = worst_step_first(run, built.assembled, ranks)
     finally:
         if agreed.writes:
             remove_temporary(agreed.recipe)
@@ -394,7 +415,6 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     give_back_cached_memory(device)
     log(str(worst))
     if agreed.writes and (grace := grace_period()) is not None:
-        saved = checkpoint_bytes(agreed.recipe.training, receipt.content["parameters"]["trained"])
         planned = planned_save(agreed.run_dir, saved, *grace)
         log(planned.warning)
         receipt.add("stop", planned.facts())
@@ -402,58 +422,5 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     compiled.agree(partial(accelerator.reduce, reduction="sum"), device)
     log(str(compiled))
     receipt.add("compiled", compiled.facts())
-    receipt.add("memory", memory_facts(plan_request(agreed), {**built.loading, **measured}, device))
+    receipt.add("memory", memory_facts(built.request, {**built.loading, **measured}, device))
     return measured
-
-
-def _with_reference(built: Built) -> Run:
-    """The run, with an objective that knows its reference's log-probabilities."""
-    from finetune.training.reference import find_reference
-
-    agreed, run = built.agreed, built.run
-    deterministic = deterministic_algorithms(agreed.recipe.training.deterministic, run.parts.accelerator.device)
-    began = time.monotonic()
-    with built.kernel.active(), deterministic:
-        found = find_reference(run, agreed, built.assembled.unwrapped_model, built.state.step, built.compiled)
-    if found is None:
-        return run
-    reference, facts = found
-    built.receipt.add("reference", {**facts, "seconds": round(time.monotonic() - began, 1)})
-    return replace(run, parts=replace(run.parts, objective=objective_of(agreed.recipe, reference)))
-
-
-def _finish(built: Built, run: Run, measured: Mapping[str, Phase]) -> None:
-    """Write the answers after training, export, and print the last lines."""
-    agreed, state, assembled, receipt = built.agreed, built.state, built.assembled, built.receipt
-    log = run.output.terminal.log
-    assert run.checkpoints is not None
-    saves = run.checkpoints.saves
-    if saves.ranks.apart:
-        saves.wait()  # it sends files to rank 0, and a best checkpoint's go the other way
-    exported = weights_to_export(agreed.recipe, assembled, state, saves.ranks)
-    unchanged = refuse_unchanged(trained_checksums(assembled), state.start_checksums)
-    receipt.add("change", {"unchanged_tensors": unchanged})
-    log(describe_change(unchanged, state.start_checksums))
-    write_samples(agreed, run, assembled, when="after", step=state.step)
-    folder = export(agreed.recipe, assembled, agreed.tokenizer, write=agreed.writes)
-    if not agreed.writes:
-        return
-    memory = memory_facts(plan_request(agreed), measured, run.parts.accelerator.device)
-    receipt.add("memory", memory)
-    log(describe_memory(memory))
-    receipt.add("export", exported.as_json())
-    mark_run(agreed.run_dir, "finished", step=state.step, exported=exported.as_json())
-    log(describe_exported(exported, state))
-    if agreed.recipe.lora is None:
-        from finetune.run_folder.base_parts import untrained_in_words
-
-        for line in untrained_in_words(agreed.recipe.model, decoder_parts(assembled.unwrapped_model)):
-            log(line)
-    if agreed.recipe.preferences is not None:
-        facts = read_run(agreed.run_dir, agreed.recipe)
-        rows = agreed.recipe.training.global_batch_size
-        log("\n".join(warnings_of(facts.trained(), facts.exported_eval(), rows)))
-    run_dir = str(agreed.run_dir)
-    log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run_dir])}")
-    log(f"how good is it, and what was forgotten: {shlex.join(['finetune', 'eval', run_dir, '--general'])}")
-    log(f"serve it: {shlex.join(['finetune', 'export', run_dir, '--for', 'ollama'])}")

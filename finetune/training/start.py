@@ -1,7 +1,7 @@
 """The first three of a training's five parts, before any process group: `refuse`, `choose` and `prepare`.
 
     refuse    settings, launch, machine, trackers and the Hub     -> Checked
-    choose    base, tokenizer, recomputation; the probe           -> Choices
+    choose    base, tokenizer, configuration, auto; the probe     -> Choices
     prepare   rows, steps, and rank 0's claim on the run folder   -> Start
 
 The first refusal ends the start. Only rank 0 writes, and only at the end, when it claims the run folder. `build` and
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from finetune.architecture import attention
 from finetune.architecture.attention import AMPERE
-from finetune.base.identity import at_recorded_commit, base_identity, recorded_base
+from finetune.base.identity import at_recorded_commit, base_identity
 from finetune.base.location import folder_of
 from finetune.errors import RecipeError
 from finetune.files import write_json, write_text
@@ -31,12 +31,13 @@ from finetune.launch.signals import STARTED_AT, StopRequest
 from finetune.measure.environment import environment
 from finetune.measure.out_of_memory import memory_of
 from finetune.model.adapter_targets import has_experts
-from finetune.model.build import attention_name, configuration
+from finetune.model.build import attention_name
 from finetune.model.dtypes import COMPUTE, dtype_name
+from finetune.model.known_configs import config_if_known
 from finetune.model.new_tokens import load_tokenizer
 from finetune.model.optimizer import Schedule
 from finetune.output_stream import wrapped
-from finetune.probe.probe import probe
+from finetune.probe.probe import checked_configuration, probe
 from finetune.recipe.mixed_precision import (
     BASE_FORMAT,
     MUCH_SLOWER,
@@ -68,7 +69,7 @@ from finetune.strategies.accelerator import check_launch, device_of, launch_note
 from finetune.tokens import dataset
 from finetune.tokens.conversation import CONVERSATION
 from finetune.tokens.encoder import Encoder
-from finetune.training.batch_notes import batch_notes
+from finetune.training.batch_notes import batch_notes, positions_of
 from finetune.training.batch_plan import BatchPlan, one_width, plan_batches
 from finetune.untrusted.json_files import read_object
 
@@ -99,11 +100,14 @@ class Choices:
     recipe: Recipe
     tokenizer: PreTrainedTokenizerBase
     base: Mapping[str, Any]  # the base's identity
+    config: PreTrainedConfig  # the base's, from its files
+    known: Mapping[str, Any] | None  # the configuration that memory is counted by; None: not known
     recomputation: Mapping[str, Any]  # the choice of `auto`, with its reason; empty if the recipe names it
     rows: Mapping[str, Any]  # likewise, for the rows of a micro-batch
     probed: Mapping[str, Any]  # the probe's result for the model
     adapter: StartAdapter | None  # a new run starts from it
     gpus: Gpus | None  # with the memory that `auto` counts on; None: a CPU
+    data_before: Any  # the data's figures in the receipt of the run that is resumed
 
 
 @dataclass(frozen=True)
@@ -158,35 +162,46 @@ def choose(checked: Checked) -> Choices:
     """Decide what `auto` leaves open, and find what the recipe names. Probes the model. Raises FinetuneError."""
     recipe, launch = checked.loaded.recipe, checked.launch
     # A resumed run goes on with its own base, also if the Hub's branch has moved. A new one keeps to one commit.
-    asked = recipe.model.revision
-    recorded = recorded_base(_recorded_in(recipe)) if recipe.training.resume != "never" else None
-    recipe = at_recorded_commit(recipe, recorded)
+    receipt, branch = receipt_of_run(recipe), recipe.model.revision
+    recipe = at_recorded_commit(recipe, receipt.get("base"))
     tokenizer = load_tokenizer(recipe)
     base = base_identity(recipe.model)
-    if recipe.model.revision != asked:
-        branch = folder_of(recipe.model.name_or_path, asked)
-        if branch is not None and branch.name != recipe.model.revision:
-            moved = f"model.revision: {asked} is {branch.name[:12]} now"
+    if recipe.model.revision != branch:
+        folder = folder_of(recipe.model.name_or_path, branch)
+        if folder is not None and folder.name != recipe.model.revision:
+            moved = f"model.revision: {branch} is {folder.name[:12]} now"
             _note(launch, f"{moved}; this run goes on with its own base, {recipe.model.revision[:12]}")
     recipe = at_recorded_commit(recipe, base)
 
+    config, known = checked_configuration(recipe), config_if_known(recipe.model)
     if recipe.quantization is not None:
         from finetune.model.mixtures import refuse_mixture
 
-        refuse_mixture(recipe, checked.strategy, configuration(recipe).to_dict())
-    gpus = own_gpus(recipe, launch)
-    recipe, recomputation, rows = own_split(recipe, launch, gpus)
+        refuse_mixture(recipe, checked.strategy, config.to_dict())
+    gpus = own_gpus(launch, receipt)
+    recomputation: Mapping[str, Any] = {}
+    rows: dict[str, Any] = {}
+    if "auto" in (recipe.training.activation_checkpointing, recipe.training.per_device_batch_size):
+        from finetune.closed_form.recomputation import choose_recomputation
+
+        batch = receipt.get("batch")
+        before = batch.get("per_device_batch_size") if isinstance(batch, dict) else None
+        before = before if type(before) is int else 0
+        chosen = choose_recomputation(recipe, known, gpus, ranks=launch.local_world_size, rows_before=before)
+        recipe, recomputation, rows = chosen.recipe, chosen.facts, chosen.rows_facts
     if recipe.training.activation_offloading:
         from finetune.closed_form.states_on_host import check_host_memory
 
-        _note(launch, *check_host_memory(recipe, launch.local_world_size, pinned=gpus is not None))
-    probed = probe(recipe, checked.device).as_json()
+        _note(launch, *check_host_memory(recipe, known, launch.local_world_size, pinned=gpus is not None))
+    probed = probe(recipe, checked.device, config).as_json()
     adapter = None
     if recipe.model.adapter is not None:
         from finetune.training.start_adapter import find_start_adapter
 
         adapter = find_start_adapter(recipe)
-    return Choices(checked, recipe, tokenizer, base, recomputation, rows, probed, adapter, gpus)
+    return Choices(
+        checked, recipe, tokenizer, base, config, known, recomputation, rows, probed, adapter, gpus, receipt.get("data")
+    )
 
 
 def prepare(choices: Choices) -> Start:
@@ -230,36 +245,18 @@ def prepare(choices: Choices) -> Start:
             due = stop_time(recipe.run.stop_after, STARTED_AT)
         claim, mirror = _claim(choices, prepared)
         if claim.status != "finished":
-            print(*(wrapped(note, sys.stdout) for note in batch_notes(recipe, prepared, plan)), sep="\n", flush=True)
+            notes = batch_notes(recipe, prepared, plan, positions_of(recipe, choices.config))
+            print(*(wrapped(note, sys.stdout) for note in notes), sep="\n", flush=True)
     return Start(choices, prepared, plan, schedule, StopRequest(stop_time=due), scored, claim, mirror)
 
 
-def own_split(recipe: Recipe, launch: Launch, gpus: Gpus | None) -> tuple[Recipe, Mapping[str, Any], Mapping[str, Any]]:
-    """`auto`'s choices for this rank's device: the recipe, and the facts about recomputation and rows.
-
-    A resumed run keeps its rows if they fit. training/session.py takes the choice of the rank with the least memory.
-    """
-    if "auto" not in (recipe.training.activation_checkpointing, recipe.training.per_device_batch_size):
-        return recipe, {}, {}
-    from finetune.closed_form.recomputation import choose_recomputation, rows_facts
-
-    chosen = choose_recomputation(recipe, gpus, ranks=launch.local_world_size)
-    rows, before = dict(chosen.rows_facts), _rows_of_run(recipe)
-    if rows and before is not None and before < rows["runs"]:
-        training = recipe.training.model_copy(update={"per_device_batch_size": before})
-        chosen = choose_recomputation(
-            recipe.model_copy(update={"training": training}), gpus, ranks=launch.local_world_size
-        )
-        rows = rows_facts(before, f"the run in {recipe.run_dir} began with it")
-    elif rows and before is not None and before > rows["runs"]:
-        rows["line"] += f"; it was {before} before"
-    return chosen.recipe, chosen.facts, rows
-
-
-def own_gpus(recipe: Recipe, launch: Launch) -> Gpus | None:
+def own_gpus(launch: Launch, receipt: Mapping[str, Any]) -> Gpus | None:
     """The GPUs that this launch runs on, each with the memory that this rank may count on; None: a CPU.
 
     A desktop or another program holds a part of it. A resumed run counts as its first start did, so its choices stay.
+
+    Args:
+        receipt: The resumed run's; empty for a new one.
     """
     device = device_of(launch)
     if device.type != "cuda":
@@ -268,7 +265,6 @@ def own_gpus(recipe: Recipe, launch: Launch) -> Gpus | None:
     from finetune.recipe.gpus import Gpus
 
     memory = memory_of(device)
-    receipt = _receipt_of_run(recipe)
     # This process has a context already, which the closed form counts too. Runs of 1.0 counted the whole memory.
     counted = memory.total if receipt else memory.total - max(0, memory.others - CUDA_CONTEXT)
     recorded = receipt.get("counted_memory")
@@ -277,19 +273,12 @@ def own_gpus(recipe: Recipe, launch: Launch) -> Gpus | None:
     return Gpus(launch.local_world_size, counted, "GPU", launch.nodes)
 
 
-def _receipt_of_run(recipe: Recipe) -> dict[str, Any]:
-    """The receipt of the run that is resumed; empty for a new one."""
-    receipt = _recorded_in(recipe) / "receipt.json"
-    if recipe.training.resume == "never" or not receipt.is_file():
+def receipt_of_run(recipe: Recipe) -> Mapping[str, Any]:
+    """The receipt of the run that is resumed; empty for a new one. Raises FinetuneError for a damaged one."""
+    file = _recorded_in(recipe) / "receipt.json"
+    if recipe.training.resume == "never" or not file.is_file():
         return {}
-    return read_object(receipt, MOST_RECORD_BYTES)
-
-
-def _rows_of_run(recipe: Recipe) -> int | None:
-    """The rows of a micro-batch of the run that is resumed; None for a new one."""
-    batch = _receipt_of_run(recipe).get("batch")
-    rows = batch.get("per_device_batch_size") if isinstance(batch, dict) else None
-    return rows if type(rows) is int and rows > 0 else None
+    return read_object(file, MOST_RECORD_BYTES)
 
 
 def _recorded_in(recipe: Recipe) -> Path:
@@ -309,9 +298,19 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
     values = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint, BASE: dict(choices.base)}
     if adapter is not None:
         values |= {"adapter fingerprint": adapter.sha256}
-    if experts := _experts_in(recipe):
-        values["experts"] = experts
-    identity = RunIdentity(values, keys_at_default(recipe), _written_before(_recorded_in(recipe), prepared))
+    if recipe.lora is not None and has_experts(choices.config):
+        # Settings of a mixture that mean something else than in earlier releases, whose runs have none of these words.
+        # There 4 bits left routed experts in 16, and all-linear gave them adapters.
+        packed = recipe.quantization is not None and recipe.quantization.load_in_4bit
+        by_name = recipe.lora.target_modules == "all-linear" and recipe.lora.target_parameters is None
+        if experts := ["in 4 bits"] * packed + ["without adapters"] * by_name:
+            values["experts"] = ", ".join(experts)
+    # The data's fingerprint as earlier releases computed it, if the run's receipt has the same figures.
+    also, before = {}, choices.data_before
+    figures = ("documents", "tokens", "supervised_tokens", "rows", "eval_tokens", "largest_token_id")
+    if isinstance(before, dict) and all(before.get(figure) == prepared.facts.get(figure) for figure in figures):
+        also = {"data fingerprint": prepared.earlier_fingerprints}
+    identity = RunIdentity(values, keys_at_default(recipe), also)
     launch, mirror = choices.checked.launch, None
     folder = lock_run_folder(Path(recipe.run_dir))
     if recipe.storage is not None:
@@ -349,29 +348,6 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
 
         trust_code(recipe.model.name_or_path, recipe.model.revision)
     return claim, mirror
-
-
-def _experts_in(recipe: Recipe) -> str:
-    """A mixture's settings that mean something else than in earlier releases, whose runs have none of these words.
-
-    There 4 bits left routed experts in 16, and all-linear gave them adapters.
-    """
-    if recipe.lora is None or not has_experts(configuration(recipe)):
-        return ""
-    packed = recipe.quantization is not None and recipe.quantization.load_in_4bit
-    by_name = recipe.lora.target_modules == "all-linear" and recipe.lora.target_parameters is None
-    return ", ".join(["in 4 bits"] * packed + ["without adapters"] * by_name)
-
-
-def _written_before(run_dir: Path, prepared: dataset.Prepared) -> dict[str, tuple[str, ...]]:
-    """The data's fingerprint as earlier releases computed it, if the run's receipt has the same data figures."""
-    if not (run_dir / "receipt.json").is_file():
-        return {}
-    there, here = read_object(run_dir / "receipt.json", MOST_RECORD_BYTES).get("data"), prepared.facts
-    figures = ("documents", "tokens", "supervised_tokens", "rows", "eval_tokens", "largest_token_id")
-    if isinstance(there, dict) and all(there.get(figure) == here.get(figure) for figure in figures):
-        return {"data fingerprint": prepared.earlier_fingerprints}
-    return {}
 
 
 def _note(launch: Launch, *lines: str) -> None:

@@ -12,30 +12,28 @@ longest held-out rows, and restores weights and optimizer to the bit (training/h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather_object
-from torch import nn
 
 from finetune.architecture.compiled.layers import CompiledLayers
 from finetune.architecture.flash_kernels import FlashKernel
 from finetune.architecture.guard import ATTENTION, COMPARED_TOKENS, Guard
 from finetune.architecture.own_layers.compute import ADAPTERS, GATES, NORMS, leave_to_library
 from finetune.errors import NotFinite
-from finetune.measure.phases import Phase, Phases, peak_bytes, peak_of
+from finetune.measure.phases import Phase, peak_bytes, peak_of
 from finetune.measure.units import GIB
-from finetune.model.build import decoder_parts
 from finetune.model.optimizer import allocate_optimizer_state
 from finetune.strategies.accelerator import load_scaler_state, scaler_state
+from finetune.strategies.assemble import Assembled
+from finetune.strategies.pieces import Ranks
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
-from finetune.training.held_state import Held
+from finetune.training.held_state import hold_state
 from finetune.training.objectives import ChosenRows
 from finetune.training.run import Forwards, Run
 from finetune.training.step import optimizer_step
@@ -70,11 +68,11 @@ class WorstStep:
         )
 
 
-def worst_step_first(run: Run, hold: Callable[[], Held]) -> WorstStep:
+def worst_step_first(run: Run, assembled: Assembled, ranks: Ranks) -> WorstStep:
     """Try the step that takes most memory, then restore the state before it, to the bit. Every rank calls it.
 
     Args:
-        hold: Keeps the present weights and optimizer state, and proves that the disk has room for them.
+        ranks: As the run's saves have them.
 
     Raises:
         NotFinite: the loss or its gradient is not finite.
@@ -83,12 +81,13 @@ def worst_step_first(run: Run, hold: Callable[[], Held]) -> WorstStep:
     began = time.perf_counter()
     run.output.terminal.progress("worst step first: keeping weights and optimizer state")
     scaler = scaler_state(run.parts.accelerator)
-    held = hold()
+    device, strategy = run.parts.accelerator.device, run.parts.strategy
+    on_host = device.type != "cuda" or (strategy is not None and strategy.offloaded)
+    held = hold_state(run.recipe, assembled, ranks, on_host=on_host)
     saved = time.perf_counter()
-    device = run.parts.accelerator.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout seeds the generators
         run.output.terminal.progress("worst step first: a step on the longest rows")
-        with measured_phases(run.parts.phases) as phases:
+        with run.parts.phases.measured() as phases:
             with run.parts.phases("state"):
                 # The moments are resident during every later step, so allocate them here too. DeepSpeed's engines
                 # have theirs from the start. The flag of an optimizer that can refuse an update stays as well.
@@ -108,16 +107,6 @@ def worst_step_first(run: Run, hold: Callable[[], Held]) -> WorstStep:
     peak = max(peak_bytes(device), *(phase.peak_bytes for phase in phases.values()))
     seconds = stepped - saved, (saved - began) + (restored - stepped)
     return WorstStep(tokens, *seconds, peak, phases, peak_of(device), held.nbytes)
-
-
-@contextmanager
-def measured_phases(phases: Phases) -> Iterator[dict[str, Phase]]:
-    """The phases of the block, filled in at its end; measured even where the run does not measure its phases."""
-    enabled, phases.enabled = phases.enabled, True
-    measured: dict[str, Phase] = {}
-    yield measured
-    measured |= phases.take()
-    phases.enabled = enabled
 
 
 def longest_groups(rows: Rows, plan: BatchPlan) -> list[list[int]]:
@@ -219,7 +208,7 @@ INSTEAD = {
 }
 
 
-def compare_fast_paths(run: Forwards, unwrapped: nn.Module, compiled: CompiledLayers, kernel: FlashKernel) -> Guard:
+def compare_fast_paths(run: Forwards, assembled: Assembled, compiled: CompiledLayers, kernel: FlashKernel) -> Guard:
     """Compare until every remaining path is right. Every rank calls this, and all ranks end with the same paths.
 
     Raises EnvironmentMismatch if the recipe asks for compiled layers and they differ.
@@ -227,23 +216,23 @@ def compare_fast_paths(run: Forwards, unwrapped: nn.Module, compiled: CompiledLa
     left_off: dict[str, str] = {}
     while True:
         guard = Guard()
-        with kernel.active(), guard.watching(unwrapped):
+        with kernel.active(), guard.watching(assembled.unwrapped_model):
             _forward(run, COMPARED_TOKENS // run.plan.per_device_batch_size)
-        found = _agreed(run, guard)
-        if not found:
+        differing = _agreed(run, guard)
+        if not differing:
             break
-        for path, reason in found.items():
+        for path, reason in differing.items():
             run.terminal.log(f"guard: {INSTEAD[path]} from here on, because the faster way differs: {reason}")
             if path == ATTENTION:
                 kernel.leave_off(reason)
             else:
-                leave_to_library(unwrapped, path)
-        left_off |= found
+                leave_to_library(assembled.unwrapped_model, path)
+        left_off |= differing
     guard.left_off = left_off
     if compiled.applied:
         # On whole rows: a compiler chooses its kernels' blocks by the first sizes that it sees.
-        trained_embeddings = decoder_parts(unwrapped).get_input_embeddings().parameters()
-        with kernel.active(), compiled.comparing(any(each.requires_grad for each in trained_embeddings)):
+        trained_embeddings = assembled.decoder.get_input_embeddings().parameters()
+        with kernel.active(), compiled.comparing(any(parameter.requires_grad for parameter in trained_embeddings)):
             _forward(run, int(run.train.lengths.max()))
         compiled.agree(partial(run.accelerator.reduce, reduction="sum"), run.accelerator.device)
     return guard
@@ -272,8 +261,9 @@ def _agreed(run: Forwards, guard: Guard) -> dict[str, str]:
         return {}
     rank, ranks = run.accelerator.process_index, run.accelerator.num_processes
     on_rank = f" on rank {rank}" if ranks > 1 else ""
-    found: list[dict[str, str]] = gather_object([{path: why + on_rank for path, why in guard.left_off.items()}])
-    return {path: next(each[path] for each in found if path in each) for path in paths if any(path in e for e in found)}
+    of_ranks: list[dict[str, str]] = gather_object([{path: why + on_rank for path, why in guard.left_off.items()}])
+    reasons = {path: why for left_off in reversed(of_ranks) for path, why in left_off.items()}  # the first rank's
+    return {path: reasons[path] for path in paths if path in reasons}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from finetune.closed_form.constants import (
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.measure.units import GIB
+from finetune.model.known_configs import config_if_known
 from finetune.output_stream import silenced
 from finetune.planner import NF4, Plan, changed, worst_batches
 from finetune.recipe.gpus import Gpus, gpus_of
@@ -132,7 +133,8 @@ def qlora_lecture(asked: LectureRequest) -> LectureResult:
 def plan_way(asked: LectureRequest, recipe: Recipe, name: str, gpus: Gpus | None) -> FullSize:
     asked.note(f"planning {asked.recipe.stem}, {name}")
     try:
-        variant = choose_recomputation(changed(recipe, WAYS_TO_TRAIN[name]), gpus).recipe
+        config = config_if_known(recipe.model)
+        variant = choose_recomputation(changed(recipe, WAYS_TO_TRAIN[name]), config, gpus).recipe
         return FullSize(planner.plan(variant, gpus))
     except ValidationError as error:
         return FullSize(None, str(error.errors()[0]["msg"]))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from finetune import finished_run as load_module
 from finetune.answers import by_ranks, evaluation
 from finetune.answers.by_ranks import Computing
-from finetune.answers.eval_request import EvalRequest
+from finetune.answers.requests import EvalRequest
 from finetune.cli.main import main
 from finetune.finished_run import finished_run as load_run
 from finetune.train import main as train

@@ -128,7 +128,7 @@ def test_the_batch_changes_no_byte(run: Path, whole: Path, tmp_path: Path, monke
         rows.append({row for row, _ in options["draws"]})
         return answers(*arguments, **options)
 
-    monkeypatch.setattr(sample, "_prompts_at_once", lambda *_: 7)
+    monkeypatch.setattr(sample, "PROMPTS_ALONE", 7)
     monkeypatch.setattr(scored_answers, "greedy_answers", counted)
     assert main(words(run, tmp_path / "out")) == 0
     assert (tmp_path / "out/answers.jsonl").read_bytes() == (whole / "answers.jsonl").read_bytes()
@@ -205,7 +205,8 @@ BAD: list[tuple[list[str], str]] = [
     (["--top-p", "1.5"], "--top-p 1.5: is a share above 0"),
     (["--at-least", "0"], "--at-least 0: is a score above 0, up to 1"),
     (["--at-least", "nan"], "--at-least nan: is a score above 0, up to 1"),
-    (["--near", "0"], "--near 0: is a share above 0; above 1 keeps all copies"),
+    (["--near", "0"], "sample --near: is not there any more; leave it out: "),
+    (["--without-held-out"], "sample --without-held-out: is not there any more; leave it out: prompts that"),
     (["--scorer-seconds", "0"], "--scorer-seconds 0: write seconds above 0"),
     (["--keep", "pairs", "--n", "1"], "--keep pairs: needs a right and a wrong answer to a prompt; write --n 8"),
     (["--metric", "exact", "--scorer", "CHECK"], "--metric, --scorer: one of them says what is right; keep one"),
@@ -215,8 +216,8 @@ BAD: list[tuple[list[str], str]] = [
     (["--scorer", "CHECK:judge"], "has no function judge"),
     (["--scorer", "EXITS"], "--scorer EXITS: the file fails: SystemExit: 0"),
     (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-    (["--data", "HELD"], "held.jsonl:1: is held out by the recipe ("),
-    (["--data", "HELD TEXT"], "text.jsonl:1: is held out by the recipe ("),
+    (["--data", "HELD"], "HELD: every question is held out by the recipe (HELD:1 is "),
+    (["--data", "HELD TEXT"], "HELD TEXT: every question is held out by the recipe (HELD TEXT:1 is "),
     (["--data", "UNANSWERED"], "unanswered.jsonl:1: no assistant turn"),
     (["--data", "EMPTY"], "no row has a question and an answer"),
     (["--output", "CHECK_FILE"], "is a file; name a folder that may be written"),
@@ -275,7 +276,7 @@ def test_bad_input_is_one_line(
     command = words(run, tmp_path / "out", *(bad_files.get(word, word) for word in more))
     assert main(command) == 2
     printed = capsys.readouterr().err
-    for name, file in bad_files.items():
+    for name, file in sorted(bad_files.items(), reverse=True):  # HELD TEXT before HELD
         message = message.replace(name, file)
     assert message in " ".join(printed.split()), printed
     assert "Traceback" not in printed
@@ -576,21 +577,25 @@ def test_what_a_scorer_starts_ends_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_held_out_prompts_can_be_left_out(run: Path, bad_files: dict[str, str], tmp_path: Path) -> None:
+def test_held_out_prompts_are_left_out(
+    run: Path, bad_files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "both.jsonl"
     data.write_text(
         Path(bad_files["HELD"]).read_text("utf-8") + (run.parent / "tasks.jsonl").read_text("utf-8"), "utf-8"
     )
-    command = words(run, tmp_path / "out", "--data", str(data), "--limit", "4", "--without-held-out")
-    assert main(command) == 0
+    assert main(words(run, tmp_path / "out", "--data", str(data), "--limit", "4")) == 0
+    line = f"{data}: 1 prompt left out, held out by the recipe; the first: {data}:1 is {run.parent / 'chats.jsonl'}:"
+    assert line in " ".join(capsys.readouterr().out.split())
     assert [line["row"] for line in read_lines(tmp_path / "out/answers.jsonl")] == [1, 2, 3]
     figures = json.loads((tmp_path / "out/sample.json").read_text("utf-8"))["figures"]
     assert figures["left_out_held_out"] == 1
-    # The next round's recipe names held_out.jsonl, and its questions are still refused.
+    # The next round's recipe names held_out.jsonl, and its questions are still left out.
     recipe = load_recipe(tmp_path / "out/recipe.yaml", ["model.adapter=null"]).path
     text = recipe.read_text("utf-8").replace(f"adapter: {run / 'adapter'}", "adapter: null")
     (tmp_path / "next.yaml").write_text(text, "utf-8")
-    assert main(words(tmp_path / "next.yaml", tmp_path / "two", "--data", str(data), "--limit", "4")) == 2
+    assert main(words(tmp_path / "next.yaml", tmp_path / "two", "--data", str(data), "--limit", "1")) == 2
+    assert "every question is held out by the recipe" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_server_writes_the_answers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from finetune.answers.eval_request import EvalRequest, chosen_metrics
 from finetune.answers.evaluation import evaluate_finished
+from finetune.answers.requests import EvalRequest, chosen_metrics
 from finetune.answers.scores import compared, keeps_earlier, score_verdict, scores_in_words, write_eval
 from finetune.errors import EnvironmentMismatch, FinetuneError
 

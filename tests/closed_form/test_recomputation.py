@@ -11,8 +11,14 @@ import pytest
 
 from finetune.closed_form import recomputation
 from finetune.closed_form.estimate import estimate
-from finetune.closed_form.recomputation import MOST_TOKENS_AT_ONCE, choose_recomputation, choose_reduction, chosen_words
-from finetune.model.known_configs import full_config
+from finetune.closed_form.recomputation import (
+    MOST_TOKENS_AT_ONCE,
+    Chosen,
+    choose_recomputation,
+    choose_reduction,
+    chosen_words,
+)
+from finetune.model.known_configs import config_if_known, full_config
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
@@ -41,6 +47,10 @@ def upper(setting: Any) -> int:
     gpus = parse_gpus("80GB")
     assert gpus is not None
     return estimate(recipe(setting), full_config(MODEL)[0], gpus).upper
+
+
+def chosen_for(asked: Recipe, gpus: Gpus | None, ranks: int = 1) -> Chosen:
+    return choose_recomputation(asked, config_if_known(asked.model), gpus, ranks=ranks)
 
 
 def with_memory(nbytes: int) -> Gpus:
@@ -72,7 +82,9 @@ def test_gradients_are_reduced_once_a_step_where_they_fit(
     asked = recipe(True, **{**keys, "training": training, "accelerate_config": strategy})
     room = parse_gpus(gpus)
     assert room is not None
-    found = choose_reduction(asked, read_strategy(strategy), room, ranks=room.count, memory=0)
+    found = choose_reduction(
+        asked, config_if_known(asked.model), read_strategy(strategy), room, ranks=room.count, memory=0
+    )
     assert (found and found.once) == expected
     if found is not None:
         how = "once a step" if found.once else "after each micro-batch"
@@ -85,7 +97,9 @@ def test_a_cpus_ranks_share_its_memory_and_what_is_free_does_not_count(monkeypat
     room = Gpus(2, 1 << 60, "host memory")
     needed = 2 * estimate(asked, full_config(MODEL)[0], room, keeps_gradients=True).needed
     for memory, expected in ((2 * needed, True), (2 * needed - 2, False)):
-        found = choose_reduction(asked, read_strategy("fsdp2"), None, ranks=2, memory=memory)
+        found = choose_reduction(
+            asked, config_if_known(asked.model), read_strategy("fsdp2"), None, ranks=2, memory=memory
+        )
         assert found is not None
         assert found.once == expected
 
@@ -112,7 +126,7 @@ def test_each_needs_less_than_the_one_before() -> None:
     ],
 )
 def test_the_first_that_fits_with_its_margin(memory: int, chosen: Any) -> None:
-    found = choose_recomputation(recipe(), with_memory(memory))
+    found = chosen_for(recipe(), with_memory(memory))
     assert found.recipe.training.activation_checkpointing == chosen
     assert found.recipe.model_copy(update={"training": Training()}) == recipe().model_copy(
         update={"training": Training()}
@@ -124,24 +138,24 @@ def test_the_first_that_fits_with_its_margin(memory: int, chosen: Any) -> None:
 def test_what_may_be_compiled_is_not_recomputed_selectively(memory: int, chosen: Any) -> None:
     for compiled in ("auto", True):
         asked = recipe(training={"compile": compiled})
-        found = choose_recomputation(asked, with_memory(memory)).recipe.training
+        found = chosen_for(asked, with_memory(memory)).recipe.training
         assert found.activation_checkpointing == chosen
 
 
 def test_the_line_says_why() -> None:
     gib = 2**30
-    assert choose_recomputation(recipe(), with_memory(80 * gib)).line == (
+    assert chosen_for(recipe(), with_memory(80 * gib)).line == (
         f"activation checkpointing: none, because the plan needs at most {upper(False) / gib:.1f} of 80.0 GiB"
     )
-    assert choose_recomputation(recipe(), with_memory(38 * gib)).line == (
+    assert chosen_for(recipe(), with_memory(38 * gib)).line == (
         f"activation checkpointing: selective, because the plan needs at most {upper('selective') / gib:.1f} "
         f"of 38.0 GiB, and {upper(False) / gib:.1f} with none"
     )
-    assert choose_recomputation(recipe(), with_memory(25 * gib)).line == (
+    assert chosen_for(recipe(), with_memory(25 * gib)).line == (
         f"activation checkpointing: all layers, because the plan needs at most {upper(True) / gib:.1f} of 25.0 GiB, "
         f"and {upper(2) / gib:.1f} with one layer of 2"
     )
-    assert choose_recomputation(recipe(), with_memory(20 * gib)).line == (
+    assert chosen_for(recipe(), with_memory(20 * gib)).line == (
         f"activation checkpointing: all layers, because even so the plan may need {upper(True) / gib:.1f} of 20.0 GiB"
     )
 
@@ -167,12 +181,12 @@ def test_rows_by_memory(name: str) -> None:
     for size in ("8GB", "24GB", "80GB"):
         gpus = parse_gpus(f"{asked.budget.gpus}x{size}")
         assert gpus is not None
-        chosen = choose_recomputation(asked, gpus)
+        chosen = chosen_for(asked, gpus)
         training = chosen.recipe.training
         found.append((training.rows_at_once, training.activation_checkpointing))
         assert training.rows_at_once * asked.data.row_tokens <= MOST_TOKENS_AT_ONCE
         assert chosen.rows_facts["runs"] == training.rows_at_once
-        fixed = choose_recomputation(chosen.recipe, gpus)
+        fixed = chosen_for(chosen.recipe, gpus)
         assert (fixed.recipe, fixed.line) == (chosen.recipe, ""), "nothing is left to choose"
     assert found == TABLE[name]
     cells = [str(rows) + ", recomputed" * bool(recomputed) for rows, recomputed in found]
@@ -183,14 +197,14 @@ def test_rows_by_memory(name: str) -> None:
 def test_without_a_closed_form_it_is_one_row(key: str, value: Any) -> None:
     asked = recipe(training={"per_device_batch_size": "auto"})
     values = asked.model_dump(mode="json") | {key: value}
-    chosen = choose_recomputation(Recipe.model_validate(values), with_memory(10**15))
+    chosen = chosen_for(Recipe.model_validate(values), with_memory(10**15))
     assert chosen.recipe.training.rows_at_once == 1
     assert "there is no closed form for" in chosen.line
 
 
 @pytest.mark.parametrize("setting", [False, "selective", 2, 3, True])
 def test_what_is_written_stays(setting: Any) -> None:
-    found = choose_recomputation(recipe(setting), with_memory(1))
+    found = chosen_for(recipe(setting), with_memory(1))
     assert found.recipe == recipe(setting)
     assert (found.facts, found.line) == ({}, "")
 
@@ -205,7 +219,7 @@ def test_what_is_written_stays(setting: Any) -> None:
     ],
 )
 def test_without_a_closed_form_all_layers_are_recomputed(keys: dict[str, Any], why: str) -> None:
-    found = choose_recomputation(recipe(**keys), with_memory(10**15))
+    found = chosen_for(recipe(**keys), with_memory(10**15))
     assert (found.recipe.training.activation_checkpointing, found.why) == (True, why)
 
 
@@ -222,7 +236,7 @@ def test_on_a_cpu_by_free_host_memory(precision: str, monkeypatch: pytest.Monkey
         (10 * needed, 2, False),
     ):
         monkeypatch.setattr(recomputation, "available_bytes", lambda found=available: found)
-        found = choose_recomputation(job, None, ranks=ranks)
+        found = chosen_for(job, None, ranks=ranks)
         assert found.recipe.training.activation_checkpointing == chosen
         assert found.recipe.training.mixed_precision == precision
         assert re.search(r" of [\d.]+ GiB of free host memory", found.line)

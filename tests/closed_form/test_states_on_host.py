@@ -11,7 +11,7 @@ from finetune.closed_form.estimate import estimate
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.closed_form.states_on_host import check_host_memory, host_state_bytes
 from finetune.errors import DoesNotFit
-from finetune.model.known_configs import full_config
+from finetune.model.known_configs import config_if_known, full_config
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
@@ -80,16 +80,16 @@ def test_the_trace_has_the_arithmetic(name: str) -> None:
 
 def test_too_little_host_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states_on_host, "available_bytes", lambda: 20 * GIB)
-    asked = recipe(32_768, **merged(QLORA, OFFLOADS))
+    asked, config = recipe(32_768, **merged(QLORA, OFFLOADS)), full_config(LLAMA_8B)[0]
     line = "training.activation_offloading: hidden states take {} GiB of pinned host memory on a machine with {}"
-    assert check_host_memory(asked, 2, pinned=True) == [line.format("16.0", "2 ranks")]
-    assert check_host_memory(asked, 4, pinned=True, here=False) == [line.format("32.0", "4 ranks")]
+    assert check_host_memory(asked, config, 2, pinned=True) == [line.format("16.0", "2 ranks")]
+    assert check_host_memory(asked, config, 4, pinned=True, here=False) == [line.format("32.0", "4 ranks")]
     with pytest.raises(DoesNotFit) as refusal:
-        check_host_memory(asked, 4, pinned=True)
+        check_host_memory(asked, config, 4, pinned=True)
     remedy = "20.0 are free; set it to false, or lower data.max_length or training.per_device_batch_size"
     assert str(refusal.value) == f"{line.format('32.0', '4 ranks')}, {remedy}"
     unknown = half_recipe("/nowhere", **OFFLOADS)
-    assert check_host_memory(unknown, 1, pinned=True) == []
+    assert check_host_memory(unknown, config_if_known(unknown.model), 1, pinned=True) == []
 
 
 @pytest.mark.parametrize("setting", [False, 2, "selective"])
@@ -111,5 +111,6 @@ def test_auto_recomputes_all_layers_and_never_chooses_it() -> None:
     room = parse_gpus("141GB")
     for offloads in (False, True):
         sections = {"training": {"activation_checkpointing": "auto", "activation_offloading": offloads}}
-        chosen = choose_recomputation(recipe(2048, **merged({"lora": {}}, sections)), room).recipe.training
+        asked = recipe(2048, **merged({"lora": {}}, sections))
+        chosen = choose_recomputation(asked, config_if_known(asked.model), room).recipe.training
         assert (chosen.activation_checkpointing, chosen.activation_offloading) == (offloads, offloads)

@@ -1,4 +1,4 @@
-"""Tables as spreadsheet programs write them: delimiter and encoding are found, or given."""
+"""Tables as spreadsheet programs write them: the delimiter is found, or given."""
 
 from __future__ import annotations
 
@@ -32,13 +32,9 @@ CASES = {
     "utf-8, commas": (GERMAN, ",", "utf-8", ("utf-8",)),
     "utf-8 with a mark": (GERMAN, ";", "utf-8-sig", ("utf-8",)),
     "utf-16": (GERMAN, "\t", "utf-16", ("utf-16",)),
-    "German Excel": (GERMAN, ";", "cp1252", ("cp1252",)),
     "pipes": (GERMAN, "|", "utf-8", ("utf-8",)),
-    "tabs": (GERMAN, "\t", "cp1252", ("cp1252",)),
-    "Polish": (POLISH, ";", "cp1250", ("cp1250",)),
-    "Korean": (KOREAN, ",", "cp949", ("cp949",)),
-    "Russian": (RUSSIAN, ";", "cp1251", ("cp1251",)),
-    "Japanese": (JAPANESE, ",", "shift_jis", ("shift_jis", "cp932")),
+    "tabs": (GERMAN, "\t", "utf-8", ("utf-8",)),
+    "Korean": (KOREAN, ",", "utf-8", ("utf-8",)),
 }
 
 
@@ -86,7 +82,9 @@ def checked(tmp_path: Path, entry: dict[str, Any]) -> tuple[dict[str, int], list
 def test_the_dialect_is_told(tmp_path: Path) -> None:
     (file := tmp_path / "a.csv").write_bytes(table(GERMAN, ";", "cp1252"))
     columns = {"instruction": "frage", "output": "antwort"}
-    counts, notes = checked(tmp_path, {"path": "csv", "data_files": str(file), "columns": columns})
+    counts, notes = checked(
+        tmp_path, {"path": "csv", "data_files": str(file), "columns": columns, "encoding": "cp1252"}
+    )
     assert counts == {str(file): 20}
     assert notes == [f"{file}: read as cp1252, separated by ;"]
 
@@ -126,7 +124,7 @@ def test_the_other_kind_of_file_is_named_once(kind: str, text: str, problem: str
 
 def test_a_folder_of_texts_is_a_row_a_file(tmp_path: Path) -> None:
     (folder := tmp_path / "texts").mkdir()
-    (folder / "a.txt").write_bytes("Größe".encode("cp1252"))
+    (folder / "a.txt").write_bytes("Größe".encode())
     (folder / "b.md").write_text("Zweiter Text")
     for entry in ({"path": "text", "data_files": str(folder)}, {"path": str(folder)}):
         assert checked(tmp_path, entry)[0] == {f"{folder / 'a.txt'}, {folder / 'b.md'}": 2}

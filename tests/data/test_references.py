@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from finetune.answers.eval_request import EvalRequest, chosen_metrics
 from finetune.answers.evaluation import evaluate_finished
+from finetune.answers.requests import EvalRequest, chosen_metrics
 from finetune.cli.main import main
 from finetune.data.chat import Chat, Content, Judged, Pair, Passage
 from finetune.data.rows import check_rows, reference_in

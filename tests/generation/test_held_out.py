@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.main import main as finetune
+from finetune.data.rows import ReadRow, RowReader
 from finetune.files import read_lines
+from finetune.generation.held_out import held_out_set
+from finetune.model.new_tokens import load_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.tokens.dataset import prepare
+from finetune.tokens.encoder import Encoder
 from finetune.train import main
 from tests.support.models.tiny import save_tiny, write_chats
 from tests.support.runs.cells import launch
@@ -51,6 +58,30 @@ def test_a_score_before_and_at_its_steps(tiny_llama: Path, rows: tuple[Path, Pat
     lines = [line for line in read_lines(recipe.parent / "run" / "metrics.jsonl") if line["kind"] == "score"]
     assert [(line["step"], line["rows"]) for line in lines] == [(0, 16), (1, 16), (2, 16)]
     assert all(0 <= line["score_exact"] <= 1 for line in lines)
+
+
+@pytest.mark.parametrize("contents", [False, True])
+def test_rows_after_the_last_held_out_one_are_not_read_again(
+    contents: bool, tiny_llama: Path, rows: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of sixteen held-out rows, which lie behind four rows to train on: seven rows are read for their columns."""
+    recipe = load_recipe(scoring(tmp_path / "run", tiny_llama, rows, eval={"generate": {"limit": 3}})).recipe
+    tokenizer = load_tokenizer(recipe)
+    prepared, places, genuine = prepare(recipe, tokenizer), list[str](), RowReader.rows
+
+    def counted(reader: RowReader, *arguments: Any) -> Iterator[ReadRow]:
+        for row in genuine(reader, *arguments):
+            places.append(row.place)
+            yield row
+
+    monkeypatch.setattr(RowReader, "rows", counted)
+    encoder = Encoder(tokenizer, recipe.data, recipe.model)
+    scored_set = held_out_set(recipe, encoder, prepared, contents=contents)
+    assert [item.place for item in scored_set.items] == places[4:]
+    assert len(places) == 7
+    written = [row["messages"] for row in read_lines(rows[1])[:3]]
+    assert [item.row["messages"] for item in scored_set.items] == written
+    assert [content and content.messages for content in scored_set.contents] == (written if contents else [None] * 3)
 
 
 @pytest.mark.thorough

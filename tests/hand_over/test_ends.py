@@ -21,19 +21,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.answers.chat import GenerationSettings, answers_to, open_run
 from finetune.answers.endpoint import KEY
-from finetune.answers.eval_request import EvalRequest, chosen_metrics
 from finetune.answers.evaluation import evaluate_finished
+from finetune.answers.requests import EvalRequest, chosen_metrics
 from finetune.base.location import resolve_model_path
 from finetune.cli.main import main
 from finetune.files import read_lines
 from finetune.finished_run import finished_run
 from finetune.generation.generate import penalties_of
+from finetune.generation.held_out import Batching, ScoredSet, generated_answers
 from finetune.hand_over.engines import hand_over
 from finetune.hand_over.gguf import write_gguf
 from finetune.hand_over.merge import merge_run
 from finetune.hand_over.ollama import modelfile, write_modelfile
 from finetune.scoring.texts import without_thoughts
-from finetune.training.samples import Questions, samples
 from tests.support.models.chat_families import QWEN, byte_level_tokenizer
 from tests.support.models.tiny import CHATML
 from tests.support.rows.shipped_templates import STOPS, shipped
@@ -96,9 +96,12 @@ def expected(run: Learned) -> list[str]:
 
 
 def in_samples(run: Learned) -> list[str]:
-    asked = Questions(run.prepared.prompts, [range(8)], NEW)
-    lines = samples(run.model, run.tokenizer, asked, CPU, lambda _: None, synced=False)
-    by_question = {question: line["answer"] for line in lines for question in PAIRS if question in line["prompt"]}
+    prompts = run.prepared.prompts
+    answers = generated_answers(
+        run.model, run.tokenizer, ScoredSet("prompts", prompts, [], [], NEW), Batching(True, CPU)
+    )
+    by_prompt = {prompt.prompt: answer.text for prompt, answer in zip(prompts, answers, strict=True)}
+    by_question = {question: text for prompt, text in by_prompt.items() for question in PAIRS if question in prompt}
     return [by_question[question] for question in PAIRS]
 
 

@@ -85,7 +85,10 @@ def test_the_bases_own_scaling_stays(tmp_path: Path) -> None:
     assert config.rope_parameters == {
         **{"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 32, "rope_theta": 5e5}
     }
-    assert (config.max_position_embeddings, positions_of(recipe)) == (512, 512)
+    assert (config.max_position_embeddings, positions_of(recipe), positions_of(recipe, config)) == (512, 512, 512)
+    for kind in ("linear", "dynamic"):  # which state the base's own number
+        recipe = least_recipe(base, model={"rope_scaling": {"rope_type": kind, "factor": 16}})
+        assert positions_of(recipe, configuration(recipe)) == positions_of(recipe) == 4096
 
 
 @pytest.mark.parametrize(

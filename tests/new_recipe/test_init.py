@@ -89,7 +89,7 @@ def filled(turns: list[dict[str, str]], number: int) -> list[dict[str, str]]:
 QA = {"instruction": "question", "output": "answer"}
 FA = {"instruction": "frage", "output": "antwort"}
 READ: dict[str, tuple[str, Callable[[], bytes], dict[str, str]]] = {
-    "semicolon, cp1252": ("a.csv", lambda: table(["frage", "antwort"], german, ";", "cp1252"), FA),
+    "semicolon": ("a.csv", lambda: table(["frage", "antwort"], german, ";"), FA),
     "UTF-16": ("a.csv", lambda: table(["frage", "antwort"], german, "\t", "utf-16"), FA),
     "tabs": ("a.tsv", lambda: table(["frage", "antwort"], german, "\t"), FA),
     "no suffix": ("export", lambda: table(["frage", "antwort"], german, ";"), FA),
@@ -280,7 +280,7 @@ def test_the_shipped_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.chdir(tmp_path)
     assert main(["init", str(ROOT / "data" / "faq_de.csv"), "--gpus", "cpu"]) == 0
     said = capsys.readouterr().out
-    assert "separated by ;, cp1252; 300 rows" in said
+    assert "separated by ;, utf-8; 300 rows" in said
     assert "read as {instruction: frage, output: antwort}; not used: 'nr', 'kategorie', 'geändert'" in said
     assert "left out: 9 with an empty cell and 11 that are there already; 280 rows remain" in said
     for command in ("finetune preview faq_de.yaml", "finetune train faq_de.yaml", "finetune chat runs/faq_de"):

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from finetune.architecture import loss
 from finetune.architecture.attention import varlen_attention
 from finetune.closed_form.constants import CUBLAS_WORKSPACE
 from finetune.planner.depth.extrapolate import depths, extrapolate, with_layers
@@ -19,6 +20,7 @@ from finetune.planner.trace.cuda_dispatch import autocast_list
 from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device
 from finetune.planner.trace.fake_model import no_data
 from finetune.planner.trace.kernel_workspaces import WORKSPACES, deterministic_sums
+from finetune.planner.trace.stand_ins import few_chunks
 from finetune.planner.trace.timeline import PhaseMemory, Timeline
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
@@ -263,3 +265,13 @@ def test_deep_from_shallow_on_a_gpu(method: str, strategy: str, ranks: int, fold
     del whole["load"]  # its largest tensor comes first in a shallow model, and is not the peak of a deep one
     for name, phase in whole.items():
         assert found[name].peak.nbytes == pytest.approx(phase.peak.nbytes, rel=1e-5), name
+
+
+@pytest.mark.parametrize(("tokens", "seen"), [(100, [0]), (600, [0, 256, 512]), (2048, [0, 256, 1792])])
+def test_a_search_traces_three_chunks_of_the_loss(tokens: int, seen: list[int]) -> None:
+    with few_chunks():
+        by_slice = loss.token_chunks(tokens, None, 256)
+        by_index = loss.token_chunks(tokens, torch.arange(tokens), 256)
+    assert [chunk.start for chunk in by_slice] == seen  # type: ignore[union-attr]
+    assert [int(chunk[0]) for chunk in by_index] == seen  # type: ignore[index]
+    assert len(list(loss.token_chunks(2048, None, 256))) == 8

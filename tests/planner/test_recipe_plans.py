@@ -28,9 +28,9 @@ def closed_ones() -> dict[str, int]:
     for name, path in recipes().items():
         asked = load_recipe(path).recipe
         gpus, config = gpus_of(asked.budget), full_config(asked.model.name_or_path)[0]
-        recipe = choose_recomputation(asked, gpus).recipe if gpus else asked
+        recipe = choose_recomputation(asked, config, gpus).recipe if gpus else asked
         if gpus is not None and unsupported(recipe, config, gpus) is None:
-            kept = choose_reduction(recipe, strategy_of(recipe), gpus, ranks=gpus.count, memory=gpus.memory)
+            kept = choose_reduction(recipe, config, strategy_of(recipe), gpus, ranks=gpus.count, memory=gpus.memory)
             keeps = kept is not None and kept.once
             found[name] = estimate(recipe, config, gpus, keeps_gradients=keeps).needed
     return found

@@ -11,7 +11,12 @@ import pytest
 from finetune.measure.live_tensors import NONE
 from finetune.planner.depth.caching_allocator import CachingAllocator, NoMemory, replay
 from finetune.planner.depth.extrapolate import with_layers
-from finetune.planner.depth.repeat_layers import StorageChange, add_unlayered_storage, repeat_layers
+from finetune.planner.depth.repeat_layers import (
+    StorageChange,
+    add_unlayered_storage,
+    phases_of_changes,
+    repeat_layers,
+)
 from finetune.planner.trace.fake_device import DEVICE_NAME
 from finetune.planner.trace.timeline import Event, Timeline
 from finetune.planner.trace.trace import trace
@@ -88,6 +93,15 @@ def test_the_worked_example() -> None:
     changes = [change for change in repeat_layers(timeline, DEVICE_NAME, 5, 7) if isinstance(change.storage, tuple)]
     signed = ["+-"[change.nbytes == 0] + str(change.storage[0]) for change in changes]  # type: ignore[index]
     assert " ".join(signed) == "+0 +1 +2 +3 +4 +5 +6 -5 -4 -3 -2 -1 -0"
+
+
+def test_a_phases_peak_and_end_are_the_sums_of_its_changes() -> None:
+    """Seven layers of 100 bytes: 700 when forward ends, none when backward does. A resized one counts once."""
+    changes = [StorageChange(None, 0, "forward"), *(StorageChange(layer, 100, "forward") for layer in range(7))]
+    changes += [StorageChange(None, 0, "backward"), StorageChange(6, 150, "backward")]
+    changes += [StorageChange(layer, 0, "backward") for layer in range(7)]
+    found = {name: (phase.peak.nbytes, phase.end_bytes) for name, phase in phases_of_changes(changes).items()}
+    assert found == {"forward": (700, 700), "backward": (750, 0)}
 
 
 def test_what_no_layer_has_is_beside_them_in_its_phase() -> None:

@@ -18,6 +18,7 @@ from finetune.cli.main import main
 from finetune.cli.recipe_list import method_of
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.data.rows import check_rows
+from finetune.model.known_configs import config_if_known
 from finetune.model.optimizer import check_optimizer
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
@@ -102,7 +103,10 @@ def test_every_kind_has_a_recipe() -> None:
     assert {recipe.training.mixed_precision for recipe in recipes if recipe.budget.gpus} == {"bf16", "fp16"}
     assert {recipe.training.pure_bf16 for recipe in recipes} == {False, True}
     assert {recipe.training.activation_checkpointing for recipe in recipes} == {False, True, "auto"}
-    assert any(choose_recomputation(each, gpus_of(each.budget)).facts.get("runs") == 2 for each in recipes)
+    assert any(
+        choose_recomputation(each, config_if_known(each.model), gpus_of(each.budget)).facts.get("runs") == 2
+        for each in recipes
+    )
     quantised = {recipe.quantization.bnb_4bit_quant_storage for recipe in recipes if recipe.quantization}
     assert quantised == {"uint8", "bfloat16"}
     preferences = [recipe.preferences for recipe in recipes if recipe.preferences is not None]
@@ -249,7 +253,7 @@ class TestRecipe:
         alone = recipe.budget.gpus * recipe.budget.nodes <= 1
         assert (strategy.kind == "single") == (alone and not strategy.offloaded)
         ranks = max(1, recipe.budget.gpus * recipe.budget.nodes)
-        chosen = choose_recomputation(recipe, gpus_of(recipe.budget)).recipe
+        chosen = choose_recomputation(recipe, config_if_known(recipe.model), gpus_of(recipe.budget)).recipe
         assert recipe.training.global_batch_size % (ranks * chosen.training.rows_at_once) == 0
         assert not recipe.budget.gpus or not any(entry.data_files for entry in recipe.data.sets), "rows of the Hub"
         for entry in recipe.data.train:

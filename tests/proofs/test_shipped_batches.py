@@ -21,7 +21,7 @@ from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.tokens.dataset import prepare
 from finetune.train import main
-from finetune.training.batch_notes import FEW, batch_notes
+from finetune.training.batch_notes import FEW, batch_notes, positions_of
 from finetune.training.batch_plan import BatchPlan, plan_batches
 from tests.support.models.tiny import WORDS, save_tiny
 from tests.support.runs.cells import ROOT, launch
@@ -79,7 +79,7 @@ def planned(name: str, folder: Path, model: Path, chats: Path, *settings: str) -
     requested, ranks = load_recipe(recipe, [*words, *settings]).recipe, load_recipe(recipe).recipe.budget.gpus
     prepared = prepare(requested, load_tokenizer(requested))
     plan = plan_batches(requested, len(prepared.train), world_size=ranks, rank=0, flat=True)
-    return plan, batch_notes(requested, prepared, plan)
+    return plan, batch_notes(requested, prepared, plan, positions_of(requested))
 
 
 def trained(name: str, folder: Path, model: Path, chats: Path) -> list[dict[str, Any]]:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from finetune.answers.scores import compared, scores_table
 from finetune.generation.generate import Answer
-from finetune.generation.held_out import score_line, score_line_in_words
 from finetune.run_folder.facts import is_as_written
 from finetune.scoring.metrics import Metric, Scored, Unread, scores_of, unread
+from finetune.training.row_scorer import score_line, score_line_in_words
 
 
 class Case(NamedTuple):

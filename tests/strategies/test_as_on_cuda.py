@@ -26,7 +26,7 @@ from finetune.strategies.accelerator import build_accelerator, check_combination
 from finetune.strategies.gpu_needs import check_gpus
 from finetune.strategies.zero_requirements import compile_ahead, compile_engine
 from finetune.training.memory_report import describe_memory, memory_facts
-from finetune.training.start import own_gpus
+from finetune.training.start import own_gpus, receipt_of_run
 from tests.support.runs import launching
 from tests.support.runs.one_rank import as_before, let_deepspeed_choose_the_cpu
 from tests.support.runs.recipes import least_recipe
@@ -125,7 +125,7 @@ def test_ranks_compute_on_the_gpus_that_they_see(
         assert device_of(launch) == torch.device("cuda", expected[rank])
         check_gpus(least_recipe("x"), launch)
         # The first that asks for the GPU's memory.
-        own_gpus(least_recipe("x", output_dir="run"), launch)
+        own_gpus(launch, {})
 
 
 @pytest.mark.usefixtures("gpus")
@@ -142,7 +142,7 @@ def test_auto_counts_no_memory_that_others_hold_and_counts_alike_when_resumed(
         if receipt:
             Path(recipe.run_dir).mkdir(exist_ok=True)
             (Path(recipe.run_dir) / "receipt.json").write_text(json.dumps(receipt))
-        gpus = own_gpus(recipe, launching.ALONE)
+        gpus = own_gpus(launching.ALONE, receipt_of_run(recipe))
         assert gpus is not None
         return int(gpus.memory)
 

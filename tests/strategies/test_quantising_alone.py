@@ -18,11 +18,13 @@ from finetune.errors import FinetuneError
 from finetune.recipe.schema import Recipe
 from finetune.strategies import assemble as assembling
 from finetune.strategies.late_quantising import load_unquantised
+from tests.support.models.tiny import tiny_model
 from tests.support.runs.launching import ALONE
 from tests.support.runs.recipes import least_recipe
 
 PATIENCE_SECONDS, WORK_SECONDS = 1.0, 2.5
 LAUNCH = replace(ALONE, words=("python",), world_size=2, local_world_size=2, on_cpu=True)
+CPU = torch.device("cpu")
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
 
 
@@ -31,12 +33,12 @@ def rank_main(rank: int, folder: Path, results: Any) -> None:
     store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]  # exported, though not by mypy's rules
 
     def build(_: Recipe, device: torch.device, load: Any) -> nn.Module:
-        assert (device.type, load) == ("meta" if rank else "cpu", load_unquantised)
+        assert (device.type, load.func) == ("meta" if rank else "cpu", load_unquantised)
         if rank == 0:
             time.sleep(WORK_SECONDS)
         if rank == 0 and way == "fails":
             raise FinetuneError("weights: no such file")
-        return nn.Linear(2, 2, device=device)
+        return tiny_model().to(device)
 
     for way in ("builds", "fails"):
         store.set(f"{way} {rank}", "here")
@@ -45,7 +47,7 @@ def rank_main(rank: int, folder: Path, results: Any) -> None:
         dist.init_process_group("gloo", store=own, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_SECONDS))
         ended = ""
         try:
-            assembling._build_on_rank_0(least_recipe(quantization=NF4), build, replace(LAUNCH, rank=rank))
+            assembling._build_on_rank_0(least_recipe(quantization=NF4), build, replace(LAUNCH, rank=rank), CPU)
         except (FinetuneError, RuntimeError) as error:
             ended = f"{type(error).__name__}: {error}"
         results.put((way, rank, ended))

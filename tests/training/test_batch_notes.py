@@ -43,7 +43,7 @@ def plan_of(recipe: Recipe, rows: int, ranks: int = 1) -> BatchPlan:
 
 def notes_of(recipe: Recipe, ranks: int = 1) -> list[str]:
     prepared: Prepared = prepare(recipe, load_tokenizer(recipe))
-    return batch_notes(recipe, prepared, plan_of(recipe, len(prepared.train), ranks))
+    return batch_notes(recipe, prepared, plan_of(recipe, len(prepared.train), ranks), positions_of(recipe))
 
 
 @pytest.fixture(scope="module")

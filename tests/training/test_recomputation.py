@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from finetune.closed_form import recomputation
+from finetune.model.known_configs import config_if_known
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.mixed_precision import ChosenFormats
 from finetune.recipe.resolved import LoadedRecipe
@@ -21,7 +22,7 @@ from finetune.train import main
 from finetune.training import agreement, worst_step
 from finetune.training.agreement import Agreed, own_choices, settle_choices
 from finetune.training.batch_plan import plan_batches
-from finetune.training.start import Checked, Choices, Start, own_split
+from finetune.training.start import Checked, Choices, Start, receipt_of_run
 from tests.support.models.tiny import write_chats
 from tests.support.runs.launching import ALONE
 from tests.support.runs.recipes import least_recipe, tiny, write_recipe
@@ -108,9 +109,10 @@ def test_the_rows_of_a_micro_batch_are_chosen_kept_and_planned_to_the_byte(
     for before, gib, kept in ((1, 1000.0, "began with it"), (2, 0.01, "; it was 2 before")):
         free_memory(monkeypatch, gib)
         began = loaded.model_copy(update={"output_dir": str(recipe.parent.parent / str(before) / "run")})
-        chosen, _, facts = own_split(began, ALONE, None)
-        assert chosen.training.rows_at_once == facts["runs"] == 1
-        assert kept in facts["line"]
+        config, batch = config_if_known(began.model), receipt_of_run(began)["batch"]
+        chosen = recomputation.choose_recomputation(began, config, None, rows_before=batch["per_device_batch_size"])
+        assert chosen.recipe.training.rows_at_once == chosen.rows_facts["runs"] == 1
+        assert kept in chosen.rows_facts["line"]
 
 
 @pytest.mark.slow

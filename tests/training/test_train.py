@@ -16,9 +16,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.main import main as cli
+from finetune.model import build
+from finetune.recipe.loader import load_recipe
 from finetune.train import main
 from finetune.training import loop
+from finetune.training.start import choose, prepare, refuse
 from tests.support.models.tiny import write_chats
+from tests.support.runs.launching import ALONE
 from tests.support.runs.recipes import tiny_lora, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +43,21 @@ def recipe(tmp_path: Path, tiny_llama: Path, chats: Path) -> Path:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_start_reads_the_bases_configuration_once(
+    recipe: Path, tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the probe computes its result."""
+    folders: list[Path] = []
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "look_at_config", folders.append)
+    choices = choose(refuse(load_recipe(recipe), ALONE))
+    assert choices.probed["remembered"] is False
+    start = prepare(choices)
+    assert start.claim is not None
+    start.claim.release()
+    assert folders.count(tiny_llama) == 1
 
 
 def test_the_run_folder_holds_what_is_promised(

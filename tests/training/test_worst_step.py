@@ -276,7 +276,7 @@ def test_on_a_gpu_it_and_the_training_run_by_deterministic_kernels(
         monkeypatch.delenv(name)
     asked = write("asked", deterministic=True)
     assert main([str(asked)]) == 0
-    assert when == {"worst_step_first": True, "look_before": False, "train": True, "write_samples": False}
+    assert when == {"worst_step_first": True, "look_before": False, "take_steps": True, "write_samples": False}
     assert not torch.are_deterministic_algorithms_enabled()
     assert left_by(asked) == left_by(plain)
 
@@ -320,7 +320,7 @@ def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
 ) -> None:
     seen: list[Any] = []
     prefetch = worst_step.prefetch
-    real_hold, real_restore = session.hold_state, Held.restore
+    real_hold, real_restore = worst_step.hold_state, Held.restore
 
     def batches(rows: list[Any], *arguments: Any, **options: Any) -> Any:
         seen.append([int((batch["shift_labels"] != -100).numel()) for batch in rows])
@@ -343,7 +343,7 @@ def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
         return worst_step.worst_step_first(run, *arguments)
 
     monkeypatch.setattr(worst_step, "prefetch", batches)
-    monkeypatch.setattr(session, "hold_state", hold)
+    monkeypatch.setattr(worst_step, "hold_state", hold)
     monkeypatch.setattr(Held, "restore", restore)
     monkeypatch.setattr(session, "worst_step_first", first)
     assert main([str(write("run", per_device_batch_size=per_device))]) == 0

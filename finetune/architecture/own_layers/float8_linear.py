@@ -59,9 +59,11 @@ def use_float8(model: nn.Module, device: torch.device, without: nn.Module | None
     checked: set[torch.Size] = set()
     for owner in list(model.modules()):
         for layer in owner.children():
-            if layer is without or hasattr(owner, "A_log") or not _is_plain(layer):
-                continue
             known: Any = layer
+            if type(layer) is not nn.Linear or "forward" in vars(layer) or layer.weight.requires_grad:
+                continue
+            if layer is without or hasattr(owner, "A_log") or any(side % MULTIPLE for side in layer.weight.shape):
+                continue
             weight = known.weight.detach()
             quantised, scale = quantise_rows(weight.to("meta" if weight.is_meta else device))
             known.weight = nn.Parameter(quantised.view(torch.uint8), requires_grad=False)
@@ -90,12 +92,6 @@ def check_product(weight: Tensor, scale: Tensor) -> None:
             f"model.load_in_fp8: this GPU's product of {list(weight.shape)} in float8 differs by {difference:.2g} from "
             "the same numbers multiplied in float32; set it to false, or install another torch"
         )
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    if type(layer) is not nn.Linear or "forward" in vars(layer) or layer.weight.requires_grad:
-        return False
-    return all(side % MULTIPLE == 0 for side in layer.weight.shape)
 
 
 def _forward(layer: Any, hidden: Tensor) -> Tensor:

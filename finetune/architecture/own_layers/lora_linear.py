@@ -56,8 +56,14 @@ def compute_adapters(model: nn.Module, unpack: Unpack, *, by_peft: str | None = 
     for layer in _adapted(model):
         layer.finetune_computed_by = by_peft or _only_peft(layer) or OWN
         if layer.finetune_computed_by == OWN:
-            (name,) = layer.lora_A
-            layer.finetune_adapter = name, _packed_gradient(layer.base_layer, unpack) if _is_packed(layer) else None
+            (name,), base, add_gradient = layer.lora_A, layer.base_layer, None
+            if hasattr(base, "weight_scale"):
+                from finetune.architecture.own_layers.float8_linear import add_input_gradient
+
+                add_gradient = partial(add_input_gradient, base)
+            elif hasattr(base, "quant_state"):
+                add_gradient = partial(_add_unpacked, unpack, base)
+            layer.finetune_adapter = name, add_gradient
             layer.forward = MethodType(_forward, layer)
 
 
@@ -118,20 +124,16 @@ def computed_by(model: nn.Module, *, cast: bool) -> list[str]:
     Args:
         cast: Whether all weights are cast to one number format, by autocast or where they are gathered.
     """
-    return [
-        "two number formats"
-        if layer.finetune_computed_by == OWN and not (cast or _formats_agree(layer))
-        else layer.finetune_computed_by
-        for layer in _adapted(model)
-        if hasattr(layer, "finetune_computed_by")
-    ]
-
-
-def _formats_agree(layer: Any) -> bool:
-    """Whether adapter and base have one number format. Packed weights count as the format they were packed from."""
-    base, (down,) = layer.base_layer, layer.lora_A.values()
-    packing = getattr(base, "packing", None) or vars(getattr(base.weight, "quant_state", base.weight))
-    return bool(down.weight.dtype == packing.get("dtype", base.weight.dtype))
+    computed = []
+    for layer in _adapted(model):
+        reason = getattr(layer, "finetune_computed_by", None)
+        if reason == OWN and not cast:  # packed weights count as the format they were packed from
+            base, (down,) = layer.base_layer, layer.lora_A.values()
+            packing = getattr(base, "packing", None) or vars(getattr(base.weight, "quant_state", base.weight))
+            if down.weight.dtype != packing.get("dtype", base.weight.dtype):
+                reason = "two number formats"
+        computed += [reason] if reason else []
+    return computed
 
 
 def _adapted(model: nn.Module) -> list[Any]:
@@ -139,21 +141,8 @@ def _adapted(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")]
 
 
-def _is_packed(layer: Any) -> bool:
-    """Whether the base has 4-bit weights, as bitsandbytes packs them, or weights in float8."""
-    return hasattr(layer.base_layer, "quant_state") or hasattr(layer.base_layer, "weight_scale")
-
-
-def _packed_gradient(base: Any, unpack: Unpack) -> AddGradient:
-    if hasattr(base, "weight_scale"):
-        from finetune.architecture.own_layers.float8_linear import add_input_gradient
-
-        return partial(add_input_gradient, base)
-    return partial(_add_unpacked, partial(unpack, base))
-
-
-def _add_unpacked(unpack: Callable[[torch.dtype], Tensor], result: Tensor, slope: Tensor) -> Tensor:
-    return result.addmm_(slope, unpack(slope.dtype))
+def _add_unpacked(unpack: Unpack, base: Any, result: Tensor, slope: Tensor) -> Tensor:
+    return result.addmm_(slope, unpack(base, slope.dtype))
 
 
 def _only_peft(layer: Any) -> str | None:
@@ -171,7 +160,7 @@ def _only_peft(layer: Any) -> str | None:
         return ", ".join(sorted(type(variant).__name__ for variant in layer.lora_variant.values()))
     if len(layer.lora_A) != 1:
         return f"{len(layer.lora_A)} adapters"
-    if _is_packed(layer):
+    if hasattr(base, "quant_state") or hasattr(base, "weight_scale"):  # 4 bits, float8
         if base.bias is not None and base.bias.requires_grad:
             return "a trained bias"
         return None
@@ -266,7 +255,11 @@ def _adapter_now(layer: Any, hidden: Tensor) -> _Adapter | None:
     base, down, up = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
     if layer.merged or layer.disable_adapters or layer.active_adapters != [name]:
         return None
-    if not _one_format(hidden, dtype, down.weight, None if add_gradient is not None else base.weight):
+    # Products in two formats are peft's. A packed layer answers in its input's format.
+    one_format = down.weight.dtype == dtype and (add_gradient is not None or base.weight.dtype == dtype)
+    if torch.is_autocast_enabled(hidden.device.type):
+        one_format = add_gradient is None or hidden.dtype == dtype
+    if not one_format:
         return None
     dropout, scale = layer.lora_dropout[name], layer.scaling[name]
     dropped = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
@@ -283,16 +276,6 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return hidden.dtype
-
-
-def _one_format(hidden: Tensor, dtype: torch.dtype, down: Tensor, weight: Tensor | None) -> bool:
-    """Whether all products are of one number format, as under autocast; peft computes in two where they are not.
-
-    A packed layer answers in its input's format.
-    """
-    if torch.is_autocast_enabled(hidden.device.type):
-        return weight is not None or hidden.dtype == dtype
-    return down.dtype == dtype and (weight is None or weight.dtype == dtype)
 
 
 def _adapted_products(hidden: Tensor, adapters: Sequence[_Adapter]) -> tuple[Tensor, ...]:
@@ -326,7 +309,7 @@ def _adapted_products(hidden: Tensor, adapters: Sequence[_Adapter]) -> tuple[Ten
     joints = _KeptForBackward.apply(  # type: ignore[no-untyped-call]  # torch annotates no Function
         settings, flat, inner, mask, *downs, *ups, *biases, *casts, *weights
     )
-    products, parts, unlinked = [], _columns(inner, ranks), flat.detach()
+    products, parts, unlinked = [], _split(inner, ranks, 1), flat.detach()
     for adapter, joint, part, up, weight in zip(adapters, joints, parts, cast_ups, weights, strict=True):
         bias = None if adapter.bias is None else adapter.bias.detach()
         product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
@@ -380,7 +363,7 @@ class _KeptForBackward(torch.autograd.Function):
         beside = None
         if count > 1 and torch.compiler.is_compiling():
             beside = torch.cat(slopes, 1)  # [tokens, all outputs]
-            slopes = tuple(_columns(beside, outputs))
+            slopes = tuple(_split(beside, outputs, 1))
         if of_flat or any(of_downs):
             if beside is not None:
                 through = _scaled(beside, _diagonal(ups), scale, ups[0])  # [tokens, ranks]
@@ -390,7 +373,7 @@ class _KeptForBackward(torch.autograd.Function):
                 del parts
             if any(of_downs):
                 seen = flat if mask is None else flat * mask
-                grad_downs = _rows(_scaled(through.T, seen, 1 / kept).to(ctx.formats[0]), ranks)
+                grad_downs = _split(_scaled(through.T, seen, 1 / kept).to(ctx.formats[0]), ranks)
                 del seen
             if of_flat:
                 grad_flat = _scaled(through, down, 1 / kept)  # [tokens, inputs]
@@ -404,10 +387,10 @@ class _KeptForBackward(torch.autograd.Function):
                         grad_flat = add_gradient(grad_flat, slope)
         if any(of_ups):
             if beside is not None:
-                blocks = _rows(beside.T @ inner, outputs)  # of [all outputs, ranks]
-                of_each = [_columns(each, ranks)[at] for at, each in enumerate(blocks)]
+                blocks = _split(beside.T @ inner, outputs)  # of [all outputs, ranks]
+                of_each = [_split(each, ranks, 1)[at] for at, each in enumerate(blocks)]
             else:
-                of_each = [slope.T @ part for slope, part in zip(slopes, _columns(inner, ranks), strict=True)]
+                of_each = [slope.T @ part for slope, part in zip(slopes, _split(inner, ranks, 1), strict=True)]
             grad_ups = [each.to(dtype) for each, dtype in zip(of_each, ctx.formats[count:], strict=True)]
         asked = zip((*grad_downs, *grad_ups, *grad_biases), (*of_downs, *of_ups, *of_biases), strict=True)
         found = [each if wanted else None for each, wanted in asked]
@@ -430,7 +413,7 @@ class _Product(torch.autograd.Function):
             result = _plus_product(base(flat), inner, up.T)
             if bias is None:
                 return result
-            return _plus(result, bias)
+            return result + bias if torch.compiler.is_compiling() else result.add_(bias)
         # The small product first: it is bound by memory, and the large one adds to it at no further pass.
         result = inner @ up.T if bias is None else torch.addmm(bias, inner, up.T)
         return _plus_product(result, flat, weight.to(flat.dtype).T)
@@ -451,25 +434,11 @@ def _plus_product(result: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return result.addmm_(left, right)
 
 
-def _plus(result: Tensor, bias: Tensor) -> Tensor:
-    """result + bias, in place in `result` unless it is compiled."""
-    if torch.compiler.is_compiling():
-        return result + bias
-    return result.add_(bias)
-
-
-def _rows(matrix: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Its stretches of rows: views. A single one is the matrix, which spares the host a call."""
+def _split(matrix: Tensor, sizes: Sequence[int], dim: int = 0) -> Sequence[Tensor]:
+    """Its stretches of rows or columns: views. A single one is the matrix, which spares the host a call."""
     if len(sizes) == 1:
         return (matrix,)
-    return torch.split(matrix, list(sizes))
-
-
-def _columns(matrix: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Its stretches of columns: views."""
-    if len(sizes) == 1:
-        return (matrix,)
-    return torch.split(matrix, list(sizes), 1)
+    return torch.split(matrix, list(sizes), dim)
 
 
 def _diagonal(matrices: Sequence[Tensor]) -> Tensor:

@@ -50,15 +50,11 @@ class Activation(NamedTuple):
     backward: Callable[..., Tensor]  # takes gradient and input, writes into `grad_input`
 
 
-def _gelu(approximate: str) -> Activation:
-    backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate=approximate)
-    return Activation(partial(F.gelu, approximate=approximate), backward)
-
-
+_GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
 ACTIVATIONS = {
     "silu": Activation(F.silu, torch.ops.aten.silu_backward.grad_input),
-    "gelu": _gelu("none"),
-    "gelu_tanh": _gelu("tanh"),
+    "gelu": Activation(F.gelu, _GELU_BACKWARD),
+    "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), partial(_GELU_BACKWARD, approximate="tanh")),
 }
 
 
@@ -131,9 +127,7 @@ def recognise_norm(module: nn.Module, epsilon: str) -> KnownNorm | None:
             candidates = [
                 each for each in candidates if _agree(_formula(hidden, trial.weight, value, each.offset), expected)
             ]
-    if candidates:
-        return candidates[0]
-    return None
+    return next(iter(candidates), None)
 
 
 def _formula(hidden: Tensor, weight: Tensor, epsilon: float, offset: float | None) -> Tensor:
@@ -179,9 +173,7 @@ def recognise_gate(module: nn.Module) -> str | None:
             for name in names
             if torch.equal((ACTIVATIONS[name].forward(first) * second) @ matrices["down_proj"], expected)
         ]
-    if names:
-        return names[0]
-    return None
+    return next(iter(names), None)
 
 
 def norms_and_gates(model: nn.Module) -> dict[str, int]:

@@ -161,8 +161,7 @@ class CachingAllocator:
         """A free block with at least so many bytes, with pages that were not mapped."""
         if pool not in self._unmapped:
             self._unmapped[pool] = [_Block(ENDLESS, 0, pool, free=False, mapped=False)]
-        block = self._mapped(pool, nbytes)
-        if block is None:
+        if (block := self._mapped(pool, nbytes)) is None:
             self.empty_cache()
             block = self._mapped(pool, nbytes)
         if block is None:
@@ -171,7 +170,9 @@ class CachingAllocator:
 
     def _mapped(self, pool: tuple[int, bool], nbytes: int) -> _Block | None:
         """Map pages as torch's try_allocate_expandable_block does; None if the capacity is not enough."""
-        block = next(start for start in map(_start, self._unmapped[pool]) if _has_room(start, nbytes))
+        # A request ends in a hole, and starts at the free block before that or at the hole itself.
+        starts = (hole.before if hole.before and hole.before.free else hole for hole in self._unmapped[pool])
+        block = next(start for start in starts if _has_room(start, nbytes))
         if block.mapped:
             self._remove(block)
         while block.nbytes < nbytes or not block.mapped:
@@ -255,13 +256,6 @@ class CachingAllocator:
         index = bisect.bisect_left(blocks, (block.nbytes, block.address))
         assert blocks[index][2] is block
         blocks.pop(index)
-
-
-def _start(hole: _Block) -> _Block:
-    """The block at which a request starts that ends in this hole: the free block before it, or the hole."""
-    if hole.before is not None and hole.before.free:
-        return hole.before
-    return hole
 
 
 def _has_room(block: _Block | None, nbytes: int) -> bool:

@@ -27,14 +27,14 @@ A storage that a distant run frees is freed in all copies: an optimizer step doe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from typing import NamedTuple
 
 from finetune.closed_form.constants import CAST_WEIGHTS
 from finetune.measure.live_tensors import NONE
-from finetune.planner.trace.timeline import Event, Timeline, layer_of
+from finetune.planner.trace.timeline import Event, Peak, PhaseMemory, Timeline, layer_of
 
 FIRST = 2  # index of the first layer that is repeated; as many layers follow the repeated ones
 
@@ -108,10 +108,36 @@ def repeat_layers(timeline: Timeline, device: str, layers: int, deep: int, perio
         copies = [*range(repeat.copies + 1)] if repeated else [0]
         if previous_layer is not None and previous_layer >= FIRST:  # backward goes from the last layer to the first
             copies.reverse()
-        for copy in copies:
-            for run in block:
-                yield from _changes(timeline, names, run, repeat, copy)
+        for copy, run in product(copies, block):
+            for event in run.events:
+                phase = timeline.places[event.place][0]
+                if event.storage == NONE:
+                    yield StorageChange(None, 0, phase)
+                    continue
+                layer, *visit_and_position = names[event.storage]
+                stream = timeline.streams.get(event.storage, 0)
+                positions: Sequence[int | None] = (
+                    [None] if layer is None else repeat.positions_of(layer, run.layer, copy)
+                )
+                for deep_layer in positions:
+                    yield StorageChange((deep_layer, *visit_and_position), event.nbytes, phase, stream)
         previous_layer = block[-1].layer
+
+
+def phases_of_changes(changes: Iterable[StorageChange]) -> dict[str, PhaseMemory]:
+    """Each phase's peak and end, without their components."""
+    sizes: dict[Hashable, int] = {}
+    live, peaks, ends = 0, dict[str, int](), dict[str, int]()
+    for storage, nbytes, phase, _ in changes:
+        if storage is not None:
+            live += nbytes - sizes.get(storage, 0)
+            sizes[storage] = nbytes
+        elif phase not in peaks:
+            peaks[phase] = 0
+        if phase in peaks:
+            peaks[phase], ends[phase] = max(peaks[phase], live), live
+    whole = {name: Peak(nbytes, {"other": nbytes}) for name, nbytes in peaks.items() if name}
+    return {name: PhaseMemory(peak, {"other": ends[name]}) for name, peak in whole.items()}
 
 
 def add_unlayered_storage(changes: Iterable[StorageChange], short: Mapping[str, int]) -> Iterator[StorageChange]:
@@ -160,21 +186,3 @@ def _runs(timeline: Timeline, device: str) -> list[_Run]:
             visits[layer] += 1
         runs[-1].events.append(event)
     return runs
-
-
-def _changes(
-    timeline: Timeline, names: dict[int, tuple[int | None, int, int]], run: _Run, repeat: LayerRepeat, copy: int
-) -> Iterator[StorageChange]:
-    """A run's changes, in one of its copies."""
-    for event in run.events:
-        phase = timeline.places[event.place][0]
-        if event.storage == NONE:
-            yield StorageChange(None, 0, phase)
-            continue
-        layer, *visit_and_position = names[event.storage]
-        stream = timeline.streams.get(event.storage, 0)
-        positions: list[int | None] = [None]
-        if layer is not None:
-            positions = [*repeat.positions_of(layer, run.layer, copy)]
-        for position in positions:
-            yield StorageChange((position, *visit_and_position), event.nbytes, phase, stream)

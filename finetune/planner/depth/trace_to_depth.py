@@ -26,7 +26,7 @@ from finetune.planner.depth.extrapolate import (
     with_more_of_the_same,
 )
 from finetune.planner.depth.fork import run_in_forks
-from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
+from finetune.planner.depth.repeat_layers import StorageChange, phases_of_changes, repeat_layers
 from finetune.planner.trace.fake_device import DEVICE_NAME
 from finetune.planner.trace.step_work import StepWork, with_more_micro_steps, work_at_depth
 from finetune.planner.trace.timeline import PhaseMemory
@@ -53,7 +53,7 @@ class TraceRequest:
     outside_bytes: int  # bytes outside of tensors
     must_fit_bytes: int | None  # stop as soon as more are certain to be needed
     rank: int  # the one that is traced
-    first_batches: Sequence[MicroBatch] | None = None  # in the first step, in place of `batches`
+    first_batches: Sequence[MicroBatch] | None = None  # in the first step; only the GPU's memory is right then
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,20 @@ class DeepTrace:
 
 def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> DeepTrace:
     """Trace shallow models and extrapolate to the request's depth, or trace it at `full_depth`."""
-    if not full_depth and (counts := _fewer_micro_batches(request)) is not None:
-        return _of_few_micro_batches(request, folder, *counts)
-    strategy, layers = request.strategy, int(request.config["num_hidden_layers"])
+    strategy, layers, lora = request.strategy, int(request.config["num_hidden_layers"]), request.recipe.lora
+    # A pipeline's step has few of its micro-batches, unless a model with few layers may lack those that `lora` names.
+    if not full_depth and strategy.schedule is not None and not (lora and lora.names_single_layers):
+        counts = steps_alike(strategy.schedule, strategy.stage_count(request.ranks), len(request.batches))
+        if counts is not None:
+            return _of_few_micro_batches(request, folder, *counts)
     period, shallow = repetition(request)
     few, more = depths(layers, period, shallow)
     needed = (layers,) if full_depth or layers <= more else (more, few)
+    # Where every storage belongs to a layer or does not grow with depth, the repeated layers alone have all bytes.
+    memory_alone = request.on_gpu and request.first_batches is not None
+    memory_alone = memory_alone and strategy.layers_repeat and not strategy.gradient_buckets
+    if memory_alone:
+        needed = needed[:1]
     functions = {}
     for depth in needed:
         model = with_layers(request.recipe, request.config, depth, folder)
@@ -88,7 +96,14 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
         if request.on_gpu and strategy.layers_repeat:
             changes = list(repeat_layers(deepest.timeline, DEVICE_NAME, needed[0], layers, period))
             if request.must_fit_bytes is not None:  # before the other depth is waited for, which is half the time
-                check_fits(changes, request.must_fit_bytes, request.outside_bytes)
+                try:
+                    replay(changes, request.must_fit_bytes - request.outside_bytes, expandable=expands_segments())
+                except NoMemory:
+                    bytes_needed = request.outside_bytes + max(peak.allocated for peak in replay(changes).values())
+                    message = f"it needs {bytes_needed} bytes of a GPU's {request.must_fit_bytes}"
+                    raise DoesNotFit(message, bytes_needed) from None
+        if memory_alone:
+            return DeepTrace(phases_of_changes(changes), deepest.work, changes=changes)
         traces = {depth: traced(depth) for depth in needed[1:]} | {needed[0]: deepest}
     timelines = {depth: each.timeline for depth, each in traces.items()}
     deep = DeepTrace(
@@ -135,23 +150,6 @@ def repetition(request: TraceRequest) -> tuple[int, int]:
             packed = 2 * int(getattr(torch, quantization.bnb_4bit_quant_storage).itemsize)
         shallow += layers_kept_gathered(config, packed)
     return period, shallow
-
-
-def check_fits(changes: Sequence[StorageChange], memory: int, outside_bytes: int) -> None:
-    """Raise DoesNotFit if the allocator cannot replay the changes in what `outside_bytes` leave."""
-    try:
-        replay(changes, memory - outside_bytes, expandable=expands_segments())
-    except NoMemory:
-        needed = outside_bytes + max(peak.allocated for peak in replay(changes).values())
-        raise DoesNotFit(f"it needs {needed} bytes of a GPU's {memory}", needed) from None
-
-
-def _fewer_micro_batches(request: TraceRequest) -> tuple[int, int] | None:
-    """Two numbers of micro-batches to trace, instead of all in a pipeline's step."""
-    schedule, lora = request.strategy.schedule, request.recipe.lora
-    if schedule is None or (lora and lora.names_single_layers):  # a model with few layers may lack the named ones
-        return None
-    return steps_alike(schedule, request.strategy.stage_count(request.ranks), len(request.batches))
 
 
 def _of_few_micro_batches(request: TraceRequest, folder: Path, few: int, more: int) -> DeepTrace:

@@ -158,18 +158,17 @@ def _attention(
         return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, **options
         )[0]
-    bias = None if attn_mask is None else _bias(attn_mask, query, key)
+    bias = attn_mask
+    if (
+        bias is not None
+    ):  # as the memory-efficient kernel adds it: in the query's format, rows padded, a view for all heads
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+        columns = bias.shape[-1]
+        if columns % BIAS_MULTIPLE:
+            bias = F.pad(bias, (0, -columns % BIAS_MULTIPLE))[..., :columns]
+        bias = bias.expand(*query.shape[:-1], key.shape[-2])
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
         query, key, value, bias, keep, dropout_p, is_causal, scale=scale
     )[0]
-
-
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The bias that the memory-efficient kernel adds: in the query's format, rows padded, one view for all heads."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    columns = mask.shape[-1]
-    if columns % BIAS_MULTIPLE:
-        mask = F.pad(mask, (0, -columns % BIAS_MULTIPLE))[..., :columns]
-    return mask.expand(*query.shape[:-1], key.shape[-2])

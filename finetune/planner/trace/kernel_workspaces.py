@@ -32,23 +32,29 @@ MULTIPROCESSORS = 188  # of the largest GPU so far (RTX PRO 6000 Blackwell); H20
 MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 
 
-def _flash(grad_output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
-    """All [batch, heads, tokens, head_dim]; mha_bwd."""
-    batch, heads, tokens, head_size = query.shape
-    return _flash_sums(batch * rounded_up(tokens, FLASH_BLOCK), heads, head_size) + _expanded_gradients(query, key)
+def _flash(*arguments: Any) -> int:
+    """grad_output, query, key and others: dq_accum [rows, heads, rounded head_dim] and softmax_d [heads, rows] in
+    float32, dk_expanded and dv_expanded: key and value with the query's heads, in their format, if heads share keys.
+    """
+    query, key = arguments[1:3]
+    rows, _ = _rows_and_sequences(arguments)
+    heads, key_heads = query.shape[1], key.shape[1]
+    expanded = 0 if heads == key_heads else 2 * key.numel() // key_heads * heads * key.element_size()
+    return int(rows * heads * (_rounded_head(query) + 1) * FLOAT32 + expanded)
 
 
-def _varlen(grad_output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> int:
-    """All [tokens, heads, head_dim]; mha_varlen_bwd, whose documents are a block apart."""
-    tokens, heads, head_size = query.shape
-    documents = rest[3].numel() - 1
-    return _flash_sums(tokens + FLASH_BLOCK * documents, heads, head_size) + _expanded_gradients(query, key)
+def _rows_and_sequences(arguments: Sequence[Any]) -> tuple[int, int]:
+    """Of mha_bwd's query [batch, heads, tokens, head_dim], or mha_varlen_bwd's [tokens, heads, head_dim], whose
+    documents are a block apart."""
+    query = arguments[1]
+    if query.ndim == 4:
+        return query.shape[0] * rounded_up(query.shape[2], FLASH_BLOCK), query.shape[0]
+    documents = arguments[6].numel() - 1
+    return query.shape[0] + FLASH_BLOCK * documents, documents
 
 
-def _flash_sums(rows: int, heads: int, head_size: int) -> int:
-    """dq_accum [rows, heads, rounded head_dim] and softmax_d [heads, rows], float32."""
-    multiple = 32 if head_size <= 128 else 64
-    return rows * heads * (rounded_up(head_size, multiple) + 1) * FLOAT32
+def _rounded_head(query: torch.Tensor) -> int:
+    return rounded_up(query.shape[-1], 32 if query.shape[-1] <= 128 else 64)
 
 
 def deterministic_sums(name: str, arguments: Sequence[Any]) -> int:
@@ -57,25 +63,12 @@ def deterministic_sums(name: str, arguments: Sequence[Any]) -> int:
     Several blocks sum a row's gradient, each into its own dq_accum, on a GPU with MULTIPROCESSORS. With 4 sequences and
     8 heads these are ceil(188 / 32) = 6 in all.
     """
-    if name not in SUMMED_BY_SEQUENCE:
+    if WORKSPACES.get(name, (None, ""))[0] is not _flash:  # the memory-efficient one sums in one block
         return 0
-    query = arguments[1]
-    if query.ndim == 4:  # [batch, heads, tokens, head_dim]
-        sequences, heads, tokens, head_size = query.shape
-        rows = sequences * rounded_up(tokens, FLASH_BLOCK)
-    else:  # [tokens, heads, head_dim]
-        (tokens, heads, head_size), sequences = query.shape, arguments[6].numel() - 1
-        rows = tokens + FLASH_BLOCK * sequences
+    rows, sequences = _rows_and_sequences(arguments)
+    heads = arguments[1].shape[1]
     further = -(-MULTIPROCESSORS // (sequences * heads)) - 1
-    return int(further * (_flash_sums(rows, heads, head_size) - rows * heads * FLOAT32))
-
-
-def _expanded_gradients(query: torch.Tensor, key: torch.Tensor) -> int:
-    """dk_expanded and dv_expanded: key and value with the query's heads, in their format; 0 without shared keys."""
-    heads, key_heads = query.shape[1], key.shape[1]
-    if heads == key_heads:
-        return 0
-    return 2 * key.numel() // key_heads * heads * key.element_size()
+    return int(further * rows * heads * _rounded_head(arguments[1]) * FLOAT32)
 
 
 def _efficient(grad_output: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
@@ -110,18 +103,11 @@ def _embedding(grad_output: torch.Tensor, tokens: torch.Tensor, *_: Any) -> int:
 
 WORKSPACES: dict[str, tuple[Callable[..., int], str]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": (_flash, "backward workspace"),
-    "torch_attn._varlen_attn_backward.default": (_varlen, "backward workspace"),
+    "torch_attn._varlen_attn_backward.default": (_flash, "backward workspace"),
     "aten._scaled_dot_product_efficient_attention_backward.default": (_efficient, "backward workspace"),
     "bitsandbytes.gemm_4bit.default": (_four_bit, "quantisation workspace"),
     "aten._foreach_norm.Scalar": (_norm, "other"),
     "aten.embedding_dense_backward.default": (_embedding, "backward workspace"),
-}
-
-
-# The deterministic kernels of these sum dq in several blocks. The memory-efficient one sums in one block.
-SUMMED_BY_SEQUENCE = {
-    "aten._scaled_dot_product_flash_attention_backward.default",
-    "torch_attn._varlen_attn_backward.default",
 }
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn import functional
 
+from finetune.architecture import loss
 from finetune.closed_form.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW
 from finetune.model.optimizers.fused_update import FusedBlocks, FusedUpdate
@@ -39,6 +40,19 @@ def fuse_update(optimizer: torch.optim.Optimizer) -> None:
         optimizer.update_range = FusedUpdate(_fused_update)
     if isinstance(optimizer, BlockwiseAdamW):
         optimizer.update_blocks = FusedBlocks(_update_blocks)
+
+
+@contextmanager
+def few_chunks() -> Iterator[None]:
+    """The loss of the first two chunks of tokens and the last one. Chunks between allocate and free as the second."""
+    whole = loss.token_chunks
+
+    def token_chunks(*place: Any) -> list[Tensor | slice]:
+        chunks = [*whole(*place)]
+        return [*chunks[:2], *chunks[2:][-1:]]
+
+    with mock.patch.object(loss, "token_chunks", token_chunks):
+        yield
 
 
 def _update_blocks(weight: Tensor, codes: Any, scales: Any, gradient: Tensor, *_: Any) -> None:

@@ -37,7 +37,14 @@ class StepWork:
 
     def launches(self, phase: str) -> float:
         """A phase's operations if nothing is compiled. Each launches one kernel or more."""
-        return sum(times * _kernels(op) for op, times in self.operations.items() if op.phase == phase)
+        launches = 0.0
+        for operation, times in self.operations.items():
+            if operation.phase == phase:
+                kernels = 1
+                if operation.kind == FUSED_UPDATE:
+                    kernels = WRITTEN_KERNELS * math.ceil(operation.nbytes // FUSED_BYTES / ROUNDED_CHUNK)
+                launches += times * kernels
+        return launches
 
     def as_written(self) -> StepWork:
         """The work if nothing is compiled."""
@@ -46,13 +53,6 @@ class StepWork:
             for op, times in self.operations.items()
         }
         return replace(self, operations=operations, compiles=False)
-
-
-def _kernels(operation: Operation) -> int:
-    """Operations that one stands for where nothing is compiled."""
-    if operation.kind != FUSED_UPDATE:
-        return 1
-    return WRITTEN_KERNELS * math.ceil(operation.nbytes // FUSED_BYTES / ROUNDED_CHUNK)
 
 
 def per_step(

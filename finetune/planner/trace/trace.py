@@ -13,6 +13,7 @@ DeepSpeed. tests/planner compares traces with measured runs under each supported
     DeepSpeed's accelerator and compiled parts     stand_ins.engine_without_ranks
     bitsandbytes' paged memory                     fake_model.host_pages
     masks, DTensor's shapes, FSDP2's chunks        fake_model.no_data
+    the loss's chunks, for memory alone            stand_ins.few_chunks
     RoundedAdamW's compiled update                 stand_ins.fuse_update: one operation, without temporaries
 """
 
@@ -103,7 +104,8 @@ def trace(
         gpu: Compute on a GPU: the timeline's device is fake_device.py's DEVICE_NAME, and host memory is "cpu".
             Otherwise everything is on the CPU.
         cublas: A cuBLAS workspace's bytes, if `gpu`.
-        first_batches: In the first step, in place of `batches`. Only memory is right then.
+        first_batches: In the first step, in place of `batches`. The loss then takes three chunks of tokens at most,
+            because the others repeat the second one's memory. Only memory is right.
     """
     strategy = stand_ins.without_disks(strategy)
     # ZeRO's engine has one number format; its third stage partitions each weight as it is loaded.
@@ -139,6 +141,8 @@ def trace(
         stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
         if strategy.schedule is not None:
             stack.enter_context(stand_ins.sends_of_a_pipeline(gloo=not gpu))
+        if first_batches is not None and recipe.data.unit == "documents":  # a pair's losses are kept by token
+            stack.enter_context(stand_ins.few_chunks())
         if OPTIMIZERS[recipe.training.optim].paged:
             stack.enter_context(host_pages())
         fake_mode = stack.enter_context(no_data(float(units), masks=masks))
@@ -163,9 +167,8 @@ def trace(
             stage_layers = parts.pipeline.own_layers
         recorder.mark((*map(local_shard, model.parameters()), *model.buffers()), "parameters")
 
-        def fake_batches(step: int) -> Iterator[MicroBatch]:
-            these = first_batches if step == 0 and first_batches is not None else batches
-            made = (fake_batch(fake_mode, batch) for batch in these)
+        def fake_batches(step_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+            made = (fake_batch(fake_mode, batch) for batch in step_batches)
             # A single CPU process, and DeepSpeed's, computes on the batches that the host holds for the step. Elsewhere
             # they are copied to a device, where one or two are live at a time.
             if strategy.distributed and not strategy.uses_engine and not gpu:
@@ -195,13 +198,13 @@ def trace(
         )
         with recorder.modules(model, decoder_parts(model).get_output_embeddings()):
             parts.model.train()
-            for step in range(STEPS):
+            for step_batches in (first_batches or batches, *[batches] * (STEPS - 1)):
                 # No name for the batches: they end with their step, before the next step makes its own. Every value
                 # that is read to the host is `units`, so the sum over all ranks is too.
                 optimizer_step(
                     step_parts,
-                    fake_batches(step),
-                    micro_steps=len(batches),
+                    fake_batches(step_batches),
+                    micro_steps=len(step_batches),
                     planned_count=units,
                     seed=recipe.training.seed,
                     stop=False,

@@ -71,7 +71,9 @@ class DataSet(Section):
         None, min_length=1, max_length=1, description="Between the columns of a CSV file; null: found."
     )
     encoding: str | None = Field(
-        None, min_length=1, description="Of a CSV or text file: utf-8, cp1252, cp949; null: found."
+        None,
+        min_length=1,
+        description="Of a CSV or text file: cp1252, cp949; null: utf-8, or what a byte order mark says.",
     )
     sheet: str | None = Field(
         None, min_length=1, description="Of an Excel file: its name; null: the one that holds a table."

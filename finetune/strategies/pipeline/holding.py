@@ -47,7 +47,7 @@ class Holding:
         written = {key: value for key, value in named.items() if self._stages_of(key, ())[0] == self.stage}
         return {key: Piece(value.detach(), tuple(value.shape), 0, live=True) for key, value in written.items()}
 
-    def together(self, model: nn.Module, *, dtype: torch.dtype | None, keep: bool) -> dict[str, Tensor]:
+    def trained_weights(self, model: nn.Module, *, dtype: torch.dtype | None, keep: bool) -> dict[str, Tensor]:
         """All trained weights, in host memory of the first stage's rank, one sent after another; every rank calls it.
 
         A tensor under two names stays one tensor. Floating-point tensors are cast to `dtype` unless it is None.
@@ -57,30 +57,20 @@ class Holding:
         parameters = dict(model.named_parameters())
         result: dict[str, Tensor] = {}
         for name, stages in self.stages.items():
-            full = _on_first(parameters[name], stages[0], self.stage)
+            parameter, owner = parameters[name], stages[0]
+            full = parameter.detach()
+            if owner and self.stage == owner:
+                dist.send(full.contiguous(), dst=0)
+            elif owner and self.stage == 0:
+                assert isinstance(parameter, Elsewhere)
+                full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.stage_device)
+                dist.recv(full, src=owner)
             if self.stage == 0 and keep:
                 result[name] = full.to("cpu", dtype if full.is_floating_point() else None)
         return result | {alias: result[name] for alias, name in self.aliases.items() if name in result}
 
     def _stages_of(self, key: str, unknown: Stages) -> Stages:
         return self.stages.get(key.partition(":")[0], unknown)
-
-
-def _on_first(parameter: nn.Parameter, owner: int, stage: int) -> Tensor:
-    """The values of a weight on the first stage; elsewhere whatever there is."""
-    if owner == 0 or stage not in (0, owner):
-        return parameter.detach()
-    if stage == owner:
-        dist.send(parameter.detach().contiguous(), dst=0)
-        return parameter.detach()
-    received = torch.empty(parameter.shape, dtype=parameter.dtype, device=_device(parameter))
-    dist.recv(received, src=owner)
-    return received
-
-
-def _device(parameter: nn.Parameter) -> torch.device:
-    assert isinstance(parameter, Elsewhere)
-    return parameter.stage_device
 
 
 def place_stage(
@@ -103,7 +93,7 @@ def place_stage(
     paths = {id(parameter): name for name, parameter in model.named_parameters()}
     stages: dict[int, set[int]] = {}
     for name, parameter in decoder.named_parameters(remove_duplicate=False):
-        stages.setdefault(id(parameter), set()).add(run_with(parts.place(name), layers) % place.stages)
+        stages.setdefault(id(parameter), set()).add(parts.run_of(name, layers) % place.stages)
     held_by = {paths[which]: tuple(sorted(where)) for which, where in stages.items()}
     every = list(model.named_parameters(remove_duplicate=False))
     trained = {name: held_by[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -116,8 +106,8 @@ def place_stage(
                 continue
             values = late[name](device) if late and name in late else {name: parameter.detach().to(device)}
             moved = nn.Parameter(values.pop(name), requires_grad=parameter.requires_grad)
-            for each, tensor in (values | {name: moved}).items():
-                replace_tensor(model, each, tensor)
+            for part, tensor in (values | {name: moved}).items():
+                replace_tensor(model, part, tensor)
     # Another stage's 4-bit layers, whose scales are buffers. A planner's weights are of no class of ours.
     packed = [(path, layer) for path, layer in model.named_modules() if hasattr(layer, "packing")]
     elsewhere = {f"{path}." for path, layer in packed if layer.weight.is_meta}
@@ -126,10 +116,3 @@ def place_stage(
         replace_tensor(model, name, torch.empty_like(buffer, device="meta") if of_others else buffer.to(device))
     own = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     return Holding(trained, aliases, place), own
-
-
-def run_with(index: int, layers: Sequence[range]) -> int:
-    """The run with a layer. Modules before all layers (-1) belong to the first run, modules after them to the last."""
-    if index < 0:
-        return 0
-    return next((run for run, held in enumerate(layers) if index in held), len(layers) - 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,13 @@ class Parts:
             if name.startswith(f"{path}."):
                 return index
         raise AssertionError(f"{name} is in no part")
+
+    def run_of(self, name: str, layers: Sequence[range]) -> int:
+        """The run with a parameter's layer. The first run has what is before all layers, the last what is after."""
+        index = self.place(name)
+        if index < 0:
+            return 0
+        return next((run for run, held in enumerate(layers) if index in held), len(layers) - 1)
 
     def _places(self) -> Iterator[tuple[str, int]]:
         yield from ((path, index) for index, path in enumerate(self.layers))
@@ -69,13 +77,38 @@ def parts_of(structure: PreTrainedModel) -> Parts:
     AttentionInterface.register(SEEN, _attend)
     structure.set_attn_implementation(SEEN)
     seen = _Seen()
+
+    def enter_layer(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if index != seen.layers or (index and not (args and args[0] is seen.gave)):
+            raise _refused(structure, f"does not hand layer {index} what layer {index - 1} gave")
+        others = pytree.tree_leaves((args[1:], kwargs))
+        if index and any(isinstance(other, Tensor) and other.requires_grad for other in others):
+            raise _refused(structure, f"hands layer {index} more than what layer {index - 1} gave")
+        if any(isinstance(other, dict | list) for other in (*args, *kwargs.values())):
+            raise _refused(structure, "has layers that share what they found")
+
+    def leave_layer(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not isinstance(output, Tensor) or output.shape[:2] != (1, _TOKENS):
+            raise _refused(structure, "has layers that give more than one tensor of [batch, tokens, hidden]")
+        seen.gave, seen.layers = output, seen.layers + 1
+
+    def leave_unit(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if 0 < seen.layers < len(layers) or (seen.layers == len(layers) and path in seen.before):
+            raise _refused(structure, f"runs {path} between its layers")
+        if seen.layers:
+            seen.after.append(path)
+        elif isinstance(output, Tensor) and output.shape[:2] == (1, _TOKENS) and output.ndim == 3:
+            seen.before[path] = output.shape[-1]
+        else:
+            raise _refused(structure, f"makes of tokens, by {path}, what is not [batch, tokens, width]")
+
     hooks = []
     for index, path in enumerate(layers):
         layer = structure.get_submodule(path)
-        hooks.append(layer.register_forward_pre_hook(_entering(seen, index, structure), with_kwargs=True))
-        hooks.append(layer.register_forward_hook(_left(seen, structure)))
+        hooks.append(layer.register_forward_pre_hook(partial(enter_layer, index), with_kwargs=True))
+        hooks.append(layer.register_forward_hook(leave_layer))
     for path in units:
-        hooks.append(structure.get_submodule(path).register_forward_hook(_ran(seen, path, len(layers), structure)))
+        hooks.append(structure.get_submodule(path).register_forward_hook(partial(leave_unit, path)))
     try:
         # One document of a few tokens, as the trainer's batches have them.
         tokens = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
@@ -103,42 +136,6 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: An
     """A tensor with attention's output shape, [batch, tokens, heads, width], that depends on its weights."""
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
-
-
-def _entering(seen: _Seen, index: int, model: nn.Module) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if index != seen.layers or (index and not (args and args[0] is seen.gave)):
-            raise _refused(model, f"does not hand layer {index} what layer {index - 1} gave")
-        others = pytree.tree_leaves((args[1:], kwargs))
-        if index and any(isinstance(other, Tensor) and other.requires_grad for other in others):
-            raise _refused(model, f"hands layer {index} more than what layer {index - 1} gave")
-        if any(isinstance(other, dict | list) for other in (*args, *kwargs.values())):
-            raise _refused(model, "has layers that share what they found")
-
-    return hook
-
-
-def _left(seen: _Seen, model: nn.Module) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not isinstance(output, Tensor) or output.shape[:2] != (1, _TOKENS):
-            raise _refused(model, "has layers that give more than one tensor of [batch, tokens, hidden]")
-        seen.gave, seen.layers = output, seen.layers + 1
-
-    return hook
-
-
-def _ran(seen: _Seen, path: str, layers: int, model: nn.Module) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if 0 < seen.layers < layers or (seen.layers == layers and path in seen.before):
-            raise _refused(model, f"runs {path} between its layers")
-        if seen.layers:
-            seen.after.append(path)
-        elif isinstance(output, Tensor) and output.shape[:2] == (1, _TOKENS) and output.ndim == 3:
-            seen.before[path] = output.shape[-1]
-        else:
-            raise _refused(model, f"makes of tokens, by {path}, what is not [batch, tokens, width]")
-
-    return hook
 
 
 def _refused(model: nn.Module, why: str) -> FinetuneError:

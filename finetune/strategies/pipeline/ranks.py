@@ -95,8 +95,8 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Split in order into buckets with one number format, up to BUCKET_BYTES or one tensor."""
     bucket: list[Tensor] = []
     for gradient in gradients:
-        together = sum(each.nbytes for each in (*bucket, gradient))
-        if bucket and (together > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+        nbytes = sum(tensor.nbytes for tensor in (*bucket, gradient))
+        if bucket and (nbytes > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
             yield bucket
             bucket = []
         bucket.append(gradient)
@@ -111,5 +111,5 @@ def _sum_over(group: dist.ProcessGroup, gradients: Sequence[Tensor]) -> None:
         return
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat, group=group)
-    for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))

@@ -7,10 +7,12 @@ it).
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -33,8 +35,8 @@ from finetune.recipe.sections.pipelines import can_interleave
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.holding import Holding
 from finetune.strategies.pipeline.ranks import GradientSums
-from finetune.strategies.pipeline.recorder import StageRecorder
 from finetune.strategies.pipeline.stage import Given, LayerRun
+from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Computation
 
 _CLASSES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "naive": ScheduleGPipe}
 
@@ -112,7 +114,7 @@ class Pipeline(nn.Module):
         """
         step = list(batches)
         for later, run in enumerate(reversed(self.runs)):  # the last forward is the last run's, whose numbers are plain
-            run.expect(step, partial(_numbered_from, later * len(step), before_each))
+            run.expect(step, before_each, later * len(step))
         self._scale, self._loss_sum = 1 / divisor, loss_sum
         at_once = 1 if self.schedule == "naive" else len(step)
         if self._recorder is not None:
@@ -187,15 +189,15 @@ class Pipeline(nn.Module):
         `shared_tensors`: trained weights that two stages have.
         """
         held = sum(weight.nbytes for weight in model.parameters() if not isinstance(weight, Elsewhere))
-        each = torch.zeros(self.place.stages, dtype=torch.int64, device=self._device)
-        each[self.place.stage] = held
-        dist.all_reduce(each, group=self._own_copy)
+        stage_bytes = torch.zeros(self.place.stages, dtype=torch.int64, device=self._device)
+        stage_bytes[self.place.stage] = held
+        dist.all_reduce(stage_bytes, group=self._own_copy)
         return {
             "schedule": self.schedule,
             "stages": self.place.stages,
             "copies": self.place.copies,
             "layers": [[layers.start, layers.stop - 1] for layers in self.layers],
-            "bytes": each.tolist(),
+            "bytes": stage_bytes.tolist(),
             "shared_tensors": sum(len(where) > 1 for where in self.holding.stages.values()),
         }
 
@@ -206,42 +208,40 @@ class Pipeline(nn.Module):
         self._schedule(micro_batches, tokens, train).step(*first, target=targets, return_outputs=False)
 
     def _schedule(self, micro_batches: int, tokens: int, train: bool) -> Any:
-        """torch's schedule for so many micro-batches, with tensors of its own to receive them in."""
+        """torch's schedule for so many micro-batches, with tensors of its own to receive them in.
+
+        The last step may have micro-batches that 1F1B cannot order, and an evaluation has one at a time: all forwards,
+        then all backwards, as GPipe does, then hold no more.
+        """
         key = micro_batches, tokens, train
-        if key not in self._made:
-            made = [self._made_for(run, tokens) for run in self.runs]
-            if train and self._recorder is not None:
-                self._recorder.watch(made)
-            kind, stages = self._kind(micro_batches, train=train), made if len(made) > 1 else made[0]
-            self._made[key] = kind(stages, micro_batches, loss_fn=self._loss if train else None, scale_grads=False)
+        if key in self._made:
+            return self._made[key]
+        made = []
+        for run in self.runs:  # all shapes are given, so that torch does not run a micro-batch only to see them
+            width = run.decoder.config.get_text_config().hidden_size
+            hidden = torch.empty((1, tokens, width), dtype=run.dtype, device="meta", requires_grad=True)
+            loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+            stage = PipelineStage(
+                run,
+                run.index,
+                len(self.layers),
+                self._device,
+                input_args=torch.empty(1, device="meta") if run.is_first else hidden,
+                output_args=loss if run.is_last else hidden,
+                group=self._own_copy,
+            )
+            made.append(stage)
+        if train and self._recorder is not None:
+            self._recorder.watch(made)
+        kind: Any = ScheduleGPipe
+        if len(made) > 1:
+            interleaves = train and can_interleave(self.place.stages, micro_batches)
+            kind = ScheduleInterleaved1F1B if interleaves else ScheduleLoopedBFS
+        elif train and micro_batches >= self.place.stages:
+            kind = _CLASSES[self.schedule]
+        stages, loss_of_batch = made if len(made) > 1 else made[0], self._loss if train else None
+        self._made[key] = kind(stages, micro_batches, loss_fn=loss_of_batch, scale_grads=False)
         return self._made[key]
-
-    def _kind(self, micro_batches: int, *, train: bool) -> Any:
-        """The class of the schedule. The last step may have micro-batches that 1F1B cannot order, and an evaluation has
-        one at a time: all forwards, then all backwards, as GPipe does, then hold no more."""
-        stages = self.place.stages
-        if len(self.runs) > 1:
-            if train and can_interleave(stages, micro_batches):
-                return ScheduleInterleaved1F1B
-            return ScheduleLoopedBFS
-        if train and micro_batches >= stages:
-            return _CLASSES[self.schedule]
-        return ScheduleGPipe
-
-    def _made_for(self, run: LayerRun, tokens: int) -> PipelineStage:
-        """torch's stage of a run. All shapes are given, so that torch does not run a micro-batch only to see them."""
-        wide = run.decoder.config.get_text_config().hidden_size
-        hidden = torch.empty((1, tokens, wide), dtype=run.dtype, device="meta", requires_grad=True)
-        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
-        return PipelineStage(
-            run,
-            run.index,
-            len(self.layers),
-            self._device,
-            input_args=torch.empty(1, device="meta") if run.is_first else hidden,
-            output_args=loss if run.is_last else hidden,
-            group=self._own_copy,
-        )
 
     def _loss(self, loss: Tensor, _: Tensor) -> Tensor:
         """The start of backward: the summed loss over the step's units."""
@@ -251,9 +251,42 @@ class Pipeline(nn.Module):
         return loss * (self._scale + 0.0 * value)
 
 
+class StageRecorder:
+    """When this rank's stage computed each micro-batch of the latest step, on a clock that all processes on a machine
+    share. Off unless `Pipeline.record` is called: it waits for the device before and after each forward and backward.
+    """
+
+    def __init__(self, stage: int, device: torch.device) -> None:
+        self.spans: list[Computation] = []
+        self._stage, self._device = stage, device
+        self._before: Counter[tuple[str, int]] = Counter()  # by kind and run; each goes through micro-batches in order
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self.spans = []
+        self._before.clear()
+
+    def watch(self, runs: Sequence[PipelineStage]) -> None:
+        """Time torch's calls of this stage's runs, in place. Waiting before and after is not included."""
+        for run, made in enumerate(runs):
+            timed: Any = made
+            timed.forward_one_chunk = self._timed(FORWARD, run, made.forward_one_chunk)
+            timed.backward_one_chunk = self._timed(BACKWARD, run, made.backward_one_chunk)
+
+    def _timed(self, kind: str, run: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = self._now()
+            result = call(*args, **kwargs)
+            self.spans.append(Computation(self._stage, kind, self._before[kind, run], begin, self._now(), run))
+            self._before[kind, run] += 1
+            return result
+
+        return timed
+
+    def _now(self) -> float:
+        torch.get_device_module(self._device).synchronize(self._device)  # nothing on a CPU
+        return time.monotonic()
+
+
 def _tokens(batch: Given) -> int:
     return int(batch["input_ids"].shape[1])
-
-
-def _numbered_from(first: int, before_each: Callable[[int], None], number: int) -> None:
-    before_each(first + number)

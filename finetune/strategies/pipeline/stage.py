@@ -64,11 +64,13 @@ class LayerRun(nn.Module):
         self.loss: Tensor | None = None  # of the latest micro-batch, on the last run
         self._layers, self._autocast, self._crossing = layers[index], autocast, crossing
 
-    def expect(self, batches: Sequence[Given], before_each: Callable[[int], None] = lambda number: None) -> None:
+    def expect(
+        self, batches: Sequence[Given], before_each: Callable[[int], None] = lambda number: None, first: int = 0
+    ) -> None:
         """Announce the coming forwards' micro-batches, in the order in which every schedule computes them.
-        `before_each` is called with each one's number before its forward.
+        `before_each` is called with each one's number, from `first` on, before its forward.
         """
-        self._batches, self._before_each = iter(enumerate(batches)), before_each
+        self._batches, self._before_each = iter(enumerate(batches, first)), before_each
 
     def forward(self, received: Tensor) -> Tensor:
         """received: [1, tokens, hidden]; the first run ignores it.
@@ -147,21 +149,20 @@ def _leave_out(
             crossing.sent = hidden
         return hidden
 
+    def zeros(width: int, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Instead of embeddings: [batch, tokens, width], one element in memory. No layer in this run sees it."""
+        return torch.zeros((), dtype=dtype, device=given.device).expand(*given.shape[:2], width)
+
+    def contains_layer(index: int, run: range) -> bool:
+        return index in run
+
     replace = partial(_replace_forward, decoder, held, crossing)
     for index, path in enumerate(parts.layers):
-        replace(path, partial(_has_layer, index), partial(between, index))
+        replace(path, partial(contains_layer, index), partial(between, index))
     for path, width in parts.before.items():
-        replace(path, _is_first, _Zeros(width, dtype))
+        replace(path, partial(contains_layer, 0), partial(zeros, width))
     for path in parts.after:
-        replace(path, partial(_has_layer, len(parts.layers) - 1), _as_it_came)
-
-
-def _has_layer(index: int, run: range) -> bool:
-    return index in run
-
-
-def _is_first(run: range) -> bool:
-    return run.start == 0
+        replace(path, partial(contains_layer, len(parts.layers) - 1), lambda hidden, *_, **__: hidden)
 
 
 def _replace_forward(
@@ -186,18 +187,3 @@ def _replace_forward(
         return otherwise(given, *args, **kwargs)
 
     module.forward = forward if having else otherwise
-
-
-def _as_it_came(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return hidden
-
-
-@dataclass(frozen=True)
-class _Zeros:
-    """A stand-in for embeddings: [batch, tokens, width], one element in memory. No layer in this run sees it."""
-
-    width: int
-    dtype: torch.dtype
-
-    def __call__(self, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros((), dtype=self.dtype, device=given.device).expand(*given.shape[:2], self.width)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from finetune.recipe.schema import Recipe
 from finetune.tokens.batches import MicroBatch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
-
-if TYPE_CHECKING:
-    from finetune.training.objectives.answers import ReferenceValues
 
 Reduce = Callable[[Tensor], Tensor]  # a tensor's sum over all ranks
 
@@ -99,8 +96,8 @@ class Objective(Protocol):
         """The metrics to report, from their sums over all ranks and the step's units."""
 
 
-def objective_of(recipe: Recipe, reference: ReferenceValues | None = None) -> Objective:
-    """The objective that a recipe trains for. `reference`: None until it is known (training/reference.py)."""
+def objective_of(recipe: Recipe) -> Objective:
+    """The objective that a recipe trains for."""
     if recipe.training.objective == "supervised":
         from finetune.training.objectives.supervised import Supervised
 
@@ -108,5 +105,5 @@ def objective_of(recipe: Recipe, reference: ReferenceValues | None = None) -> Ob
     from finetune.training.objectives.preferences import JudgedAnswers, Pairs
 
     if recipe.training.objective == "dpo":
-        return Pairs(recipe.dpo, reference)
-    return JudgedAnswers(recipe.kto, recipe.data.max_length, reference)
+        return Pairs(recipe.dpo)
+    return JudgedAnswers(recipe.kto, recipe.data.max_length)

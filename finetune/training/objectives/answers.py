@@ -64,7 +64,7 @@ class Groups:
 
     def documents(self, row: int) -> list[IdsAndLabels]:
         if row not in self.read:
-            self.read[row] = [document for each in self.groups[row] for document in self.rows.documents(each)]
+            self.read[row] = [document for place in self.groups[row] for document in self.rows.documents(place)]
         return self.read[row]
 
 
@@ -103,12 +103,12 @@ def prompt_tokens(document: IdsAndLabels) -> int:
     return int(np.argmax(labels != IGNORE))
 
 
-def mismatched_document(asked: IdsAndLabels, answered: IdsAndLabels, max_length: int) -> IdsAndLabels:
+def mismatched_document(own: IdsAndLabels, answered: IdsAndLabels, max_length: int) -> IdsAndLabels:
     """One document's prompt with another's answer, cut at `max_length` tokens.
 
     Prompt a b and answer y z of the other: a b y z, of which y and z are supervised.
     """
-    prompt, start = asked[0][: prompt_tokens(asked)], prompt_tokens(answered)
+    prompt, start = own[0][: prompt_tokens(own)], prompt_tokens(answered)
     ids = np.concatenate([prompt, answered[0][start:]])[:max_length]
     labels = np.concatenate([np.full(len(prompt), IGNORE), answered[1][start:]])[:max_length]
     return ids, labels

@@ -41,8 +41,8 @@ class Pairs:
     needs_whole_step = False
 
     def __init__(self, settings: Dpo, reference: ReferenceValues | None = None) -> None:
-        """`reference`: None stands for zeros, as in the worst step, which is undone."""
-        self._settings, self._reference = settings, reference
+        """`reference`: None stands for zeros, as in the worst step, which is undone. training/reference.py sets it."""
+        self._settings, self.reference = settings, reference
         names = BY_ANSWER + BY_TOKEN
         if settings.needs_reference:
             names = [*names, "kl_by_token"]
@@ -61,9 +61,9 @@ class Pairs:
         chosen_tokens = chosen.rows.pool.first_supervised
         assert chosen_tokens is not None
         units = chosen.rows.units(chosen.indices)
-        each = len(units) / int(chosen_tokens[units].sum())
+        units_a_token = len(units) / int(chosen_tokens[units].sum())
         return [
-            inputs.with_answers(self._reference_of(units[inputs.places]), units_a_token=each)
+            inputs.with_answers(self._reference_of(units[inputs.places]), units_a_token=units_a_token)
             for inputs in answer_batches(chosen.plan, chosen, chosen.grouped())
         ]
 
@@ -118,9 +118,9 @@ class Pairs:
                 return -logsigmoid(margin - gamma)
 
     def _reference_of(self, units: np.ndarray) -> Tensor:
-        if self._reference is None or not self._settings.needs_reference:
+        if self.reference is None or not self._settings.needs_reference:
             return torch.zeros(2 * len(units))
-        return torch.from_numpy(self._reference.answers[units].reshape(-1))
+        return torch.from_numpy(self.reference.answers[units].reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class JudgedAnswers:
     )
 
     def __init__(self, settings: Kto, max_length: int, reference: ReferenceValues | None = None) -> None:
-        """`reference`: None stands for zeros, as in the worst step, which is undone."""
-        self._settings, self._max_length, self._reference = settings, max_length, reference
+        """`reference`: None stands for zeros, as in the worst step, which is undone. training/reference.py sets it."""
+        self._settings, self._max_length, self.reference = settings, max_length, reference
         self._kl: Tensor | None = None  # float32 []
 
     def planned_count(self, rows: Rows, indices: np.ndarray) -> int:
@@ -186,12 +186,12 @@ class JudgedAnswers:
         for inputs, others in zip(own, self.mismatched_batches(chosen), strict=True):
             numbers = units[inputs.places]
             reference = mismatched = torch.zeros(len(numbers))
-            if self._reference is not None:
-                reference = torch.from_numpy(self._reference.answers[numbers, 0])
-                mismatched = torch.from_numpy(self._mismatched(self._reference, chosen, inputs.places))
+            if self.reference is not None:
+                reference = torch.from_numpy(self.reference.answers[numbers, 0])
+                mismatched = torch.from_numpy(self._mismatched(self.reference, chosen, inputs.places))
             other = others.with_answers(mismatched)
-            wanted = torch.from_numpy(desirable[numbers])
-            result.append(inputs.with_answers(reference, desirable=wanted, mismatched=other))
+            is_desirable = torch.from_numpy(desirable[numbers])
+            result.append(inputs.with_answers(reference, desirable=is_desirable, mismatched=other))
         return result
 
     def mismatched_batches(self, chosen: ChosenRows) -> list[AnswerInputs]:
@@ -220,18 +220,18 @@ class JudgedAnswers:
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> LossSum:
         """One forward for all answers of the micro-batch."""
-        answers, settings, wanted = batch["answers"], self._settings, batch["answers"].desirable
-        assert wanted is not None
+        answers, settings, is_desirable = batch["answers"], self._settings, batch["answers"].desirable
+        assert is_desirable is not None
         assert self._kl is not None, "before_step computes the baseline"
         log_probability = -model(**model_inputs(batch, answers.lengths))  # [answers]
         ratio = log_probability - answers.reference
         # Ethayarajh et al., KTO, 2024, eq. 8: the value of a wanted answer, and of an unwanted one.
-        value = (settings.beta * torch.where(wanted, ratio - self._kl, self._kl - ratio)).sigmoid()
-        weight = torch.where(wanted, settings.desirable_weight, settings.undesirable_weight)
+        value = (settings.beta * torch.where(is_desirable, ratio - self._kl, self._kl - ratio)).sigmoid()
+        weight = torch.where(is_desirable, settings.desirable_weight, settings.undesirable_weight)
         total = (weight * (1 - value)).sum()
         with torch.no_grad():
-            rewards, chosen = settings.beta * ratio, wanted.float()
-            right = ((ratio > self._kl) == wanted).float()
+            rewards, chosen = settings.beta * ratio, is_desirable.float()
+            right = ((ratio > self._kl) == is_desirable).float()
             sums = [(rewards * chosen).sum(), (rewards * (1 - chosen)).sum()]
             sums += [(log_probability * chosen).sum(), (log_probability * (1 - chosen)).sum()]
             sums += [right.sum(), self._kl * answers.units, chosen.sum(), (1 - chosen).sum()]

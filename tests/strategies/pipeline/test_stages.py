@@ -16,9 +16,9 @@ from finetune.measure.phases import Phases
 from finetune.run_folder.background import HostCopies
 from finetune.run_folder.checkpoint import own_pieces
 from finetune.strategies.pieces import Elsewhere
+from finetune.strategies.pipeline.build import split_layers
 from finetune.strategies.pipeline.layout import parts_of
 from finetune.strategies.pipeline.schedule import Pipeline
-from finetune.strategies.pipeline.split import split_layers
 from tests.support.models.tiny import FAMILIES, flat_batch, tiny_model
 from tests.support.runs.stages import CPU, Chain, gradients_of, structure, taught
 

@@ -75,7 +75,7 @@ def learned_by_heart(folder: Path, base: Path, *, steps: int = 600, learn: bool 
     tokenizer = load_tokenizer(recipe)
     prepared = prepare(recipe, tokenizer)
     model: Any = build_model(recipe, torch.device("cpu"))
-    stop_on(model, prepared.conversation.stops.values())
+    stop_on(decoder_parts(model), prepared.conversation.stops.values())
     if learn:
         _memorise(model, [prepared.pool.document(index) for index in range(len(prepared.pool.lengths))], steps)
     run.mkdir()

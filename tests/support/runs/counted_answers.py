@@ -11,19 +11,20 @@ from unittest import mock
 from torch import nn
 
 from finetune.files import append_lines
+from finetune.generation import held_out
 from finetune.model.build import decoder_parts
-from finetune.training import samples
+from finetune.training import samples, session
 from finetune.training.agreement import Agreed
 from tests.support.runs.cells import main
 
 
 def count(words: list[str]) -> int:
     """Train the recipes; RUN.answersN has a line for each batch of prompts that rank N answered."""
-    genuine, decided, runs = samples.greedy_answers, samples.questions_of, [Path()]
+    genuine, written, runs = held_out.greedy_answers, session.write_samples, [Path()]
 
-    def of_run(agreed: Agreed, **options: Any) -> samples.Questions:
+    def of_run(agreed: Agreed, *arguments: Any, **options: Any) -> None:
         runs.append(agreed.run_dir)
-        return decided(agreed, **options)
+        written(agreed, *arguments, **options)
 
     def counted(model: nn.Module, tokenizer: Any, prompts: Any, **options: Any) -> list[str]:
         forwards: list[int] = []
@@ -34,7 +35,11 @@ def count(words: list[str]) -> int:
         append_lines(runs[-1].with_suffix(f".answers{os.environ.get('RANK', '0')}"), [cost])
         return answers
 
-    with mock.patch.object(samples, "questions_of", of_run), mock.patch.object(samples, "greedy_answers", counted):
+    with (
+        mock.patch.object(samples, "write_samples", of_run),
+        mock.patch.object(session, "write_samples", of_run),
+        mock.patch.object(held_out, "greedy_answers", counted),
+    ):
         return main(words)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from finetune.answers.by_ranks import Computing
-from finetune.answers.eval_request import EvalRequest
 from finetune.answers.evaluation import measure
+from finetune.answers.requests import EvalRequest
 from finetune.finished_run import FinishedRun
 from finetune.model.build import build_model
 from finetune.model.new_tokens import load_tokenizer

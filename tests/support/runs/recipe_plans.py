@@ -11,6 +11,7 @@ from typing import Any
 from finetune.cli.recipe_list import budget_text, purpose_of
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.errors import FinetuneError
+from finetune.model.known_configs import config_if_known
 from finetune.planner.plan_recipe import Plan, plan_recipe
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
@@ -33,7 +34,8 @@ def plan_of(path: Path) -> Plan:
     """The plan on the recipe's own budget, with the recomputation that `auto` chooses."""
     asked = load_recipe(path).recipe
     gpus = gpus_of(asked.budget)
-    return plan_recipe(choose_recomputation(asked, gpus).recipe if gpus else asked, gpus)
+    config = config_if_known(asked.model)
+    return plan_recipe(choose_recomputation(asked, config, gpus).recipe if gpus else asked, gpus)
 
 
 def plan(path: Path) -> dict[str, Any]:

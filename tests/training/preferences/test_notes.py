@@ -19,6 +19,7 @@ from finetune.training.batch_notes import (
     batch_notes,
     beyond_positions,
     notes_before_launch,
+    positions_of,
     router_left_out,
 )
 from finetune.training.batch_plan import BatchPlan, plan_batches
@@ -47,7 +48,7 @@ def plan_of(recipe: Recipe, rows: int) -> BatchPlan:
 def test_the_first_line_counts_in_the_objectives_unit(base: Path, tmp_path: Path, kind: str, packing: str) -> None:
     recipe, noun = recipe_of(tmp_path, base, kind, f"data.packing={packing}"), NOUNS[kind]
     prepared = prepare(recipe, load_tokenizer(recipe))
-    told, few, _rate = batch_notes(recipe, prepared, plan_of(recipe, len(prepared.train)))
+    told, few, _rate = batch_notes(recipe, prepared, plan_of(recipe, len(prepared.train)), positions_of(recipe))
     longest, tokens = prepared.train.lengths.max(), int(prepared.train.lengths.sum())
     assert told == (
         f"data: 24 {noun}s of up to {longest} tokens ({tokens:,} tokens); 6 steps of 4 {noun}s, about "
@@ -128,7 +129,8 @@ def test_a_routers_balance_loss_is_not_left_out_silently(
     (asked,) = router_left_out(recipe_of(tmp_path, base, kind, "model.router_aux_loss_coef=0.02"))
     assert asked.endswith("is not added: model.router_aux_loss_coef is 0.02; set it to 0")
     prepared = prepare(recipe, load_tokenizer(recipe))
-    assert line in batch_notes(recipe, prepared, plan_of(recipe, len(prepared.train)))  # the start of a run
+    plan = plan_of(recipe, len(prepared.train))
+    assert line in batch_notes(recipe, prepared, plan, positions_of(recipe))  # the start of a run
     assert line in notes_before_launch(recipe)["notes"]  # plan, and check --data
     for words in ([], ["--data"]):
         assert main(["check", str(tmp_path / "run" / "recipe.yaml"), *words]) == 0

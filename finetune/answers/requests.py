@@ -1,11 +1,12 @@
-"""The source of `finetune sample` (RUN, RECIPE or MODEL) and its options. No torch here."""
+"""The requests of `finetune eval` and `finetune sample`, and sample's source (RUN, RECIPE or MODEL). No torch here."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +16,7 @@ from finetune.errors import FinetuneError
 from finetune.files import check_output
 from finetune.output_stream import one_line
 from finetune.recipe.loader import find_recipe, load_recipe, recipe_from_resolved
+from finetune.recipe.metric_names import read_metric
 from finetune.recipe.mixed_precision import KEYS
 from finetune.recipe.names import is_repository
 from finetune.recipe.resolved import LoadedRecipe
@@ -29,6 +31,53 @@ MOST_ANSWERS = 1024  # to one prompt
 
 
 @dataclass(frozen=True)
+class EvalRequest:
+    """The command line of `finetune eval`."""
+
+    metrics: Sequence[Metric] = ()  # empty: the recipe's, or those that fit the references
+    file: Path | None = None  # answered instead of the held-out rows
+    limit: int | None = None  # rows to answer, and questions of each task
+    max_new_tokens: int | None = None  # None: as the references need
+    general: bool = False  # the general set too
+    generate: bool = True  # False: the loss alone
+    fail_under: Mapping[str, float] = field(default_factory=dict)  # metric -> the least mean score of the tuned model
+    tasks: Sequence[str] = ()  # lm-eval's names; * matches any letters
+    include: Path | None = None  # a folder with the user's own task files
+    chat_template: bool | None = None  # for all tasks, or for none; None: for those that generate
+    endpoint: Endpoint | None = None  # a server that answers; no model is loaded
+    scorer: str | None = None  # FILE.py:FUNCTION, a metric more
+    scorer_seconds: float = 10.0  # of one answer
+    entry: DataSet | None = None  # how `file` is read; None: as the run's rows
+
+
+def chosen_metrics(names: Sequence[str], scorer: str | None = None) -> list[Metric]:
+    """The metrics of the command line; `scorer`, FILE.py:FUNCTION, has another name. Raises FinetuneError."""
+    metrics = []
+    for text in names:
+        try:
+            metrics.append(Metric.of(read_metric(text)))
+        except ValueError as error:
+            raise FinetuneError(f"--metric {text}: {error}") from None
+    taken = [metric.name for metric in metrics] + ([] if scorer is None else [scorer.rpartition(":")[2]])
+    if repeated := [name for name in taken if taken.count(name) > 1]:
+        raise FinetuneError(f"--metric: {repeated[0]} is named twice; keep one of them")
+    return metrics
+
+
+def thresholds(texts: Sequence[str]) -> dict[str, float]:
+    """`exact=0.8` as a metric and the least mean of the tuned model. Raises FinetuneError."""
+    least_scores = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        least_scores[name] = -1.0
+        with suppress(ValueError):
+            least_scores[name] = float(value)
+        if not equals or not 0 <= least_scores[name] <= 1:
+            raise FinetuneError(f"--fail-under {text}: write a metric and a number from 0 to 1, as exact=0.8")
+    return least_scores
+
+
+@dataclass(frozen=True)
 class SampleSource:
     """The source of rows, template and held-out rows. Its model answers unless another model is named."""
 
@@ -40,9 +89,8 @@ class SampleSource:
     @property
     def name(self) -> str:
         """For a folder's name and for the rows: quickstart, SmolLM2-135M."""
-        return {"run": self.folder.resolve().name, "recipe": self.loaded.path.stem}.get(
-            self.kind, Path(self.text.rpartition(":")[2]).name
-        )
+        names = {"run": self.folder.resolve().name, "recipe": self.loaded.path.stem}
+        return names.get(self.kind, Path(self.text.rpartition(":")[2]).name)
 
     @property
     def author(self) -> str:
@@ -101,7 +149,6 @@ class SampleRequest:
     metric: Metric | None = None
     scorer: str | None = None
     scorer_seconds: float = 10.0
-    without_held_out: bool = False
     endpoint: Endpoint | None = None  # a server that answers; no model is loaded
 
     def check(self) -> None:
@@ -117,7 +164,6 @@ class SampleRequest:
             ),
             f"--top-p {self.top_p:g}: is a share above 0, up to 1; write 0.95": not 0 < self.top_p <= 1,
             f"--at-least {options.at_least:g}: is a score above 0, up to 1": not 0 < options.at_least <= 1,
-            f"--near {options.near:g}: is a share above 0; above 1 keeps all copies": not options.near > 0,
             "--keep pairs: needs a right and a wrong answer to a prompt; write --n 8": (
                 options.keep == "pairs" and self.count == 1
             ),
