@@ -43,6 +43,8 @@ ROLES = {
     "allenai/tulu-3-sft-mixture": [CHAT * 2],
     "open-thoughts/OpenThoughts-114k": [["system", *CHAT]],
     "HuggingFaceH4/Multilingual-Thinking": [["system", *CHAT]],
+    "meta-math/MetaMathQA": [["text"]],  # by data.train.template
+    "openai/gsm8k": [CHAT, ["text"]],
     "roneneldan/TinyStories": [["text"]],
     "emozilla/pg19": [["text"]],
 }
