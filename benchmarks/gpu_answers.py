@@ -26,8 +26,9 @@ def generate(lines: Lines, *, shrunken: bool) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-    from finetune.generation.generate import left_padded, prompt_batches
+    from finetune.generation.generate import prompt_batches
     from finetune.generation.held_out import Batching, ScoredSet, generated_answers
+    from finetune.generation.settings import left_padded
     from finetune.model.known_configs import full_config
     from finetune.rehearse.shrink import BUILT_IN, train_tokenizer
     from finetune.scoring.metrics import Scored

@@ -293,7 +293,7 @@ def _compare(lines: Lines, way: str, recipe: Any, side: Any, device: Any, *, com
     if eager is None or not compiles:
         return
     with lines.check(f"{way}, compiled") as found:
-        compiled = CompiledLayers(required=False, log=lambda line: print(line, flush=True))
+        compiled = CompiledLayers(required=False, say=lambda line: print(line, flush=True))
         if shrunken:
             compiled.backend = "aot_eager"  # traced forward and backward, and no code made
         compile_layers(decoder_parts(model), compiled)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -206,15 +207,16 @@ def train(words: Sequence[str], *, alone: bool) -> int:
     import finetune.train as trainer
 
     if alone:
-        from finetune.strategies import accelerator as built
+        from finetune.strategies import machine
 
-        built._right_number_of_processes = lambda *_: None
+        machine.ranks_problem = lambda *_: None
     elif os.environ.get("ACCELERATE_USE_CPU") != "true":
         from accelerate import InitProcessGroupKwargs
 
-        from finetune.strategies import accelerator, gpu_needs
+        from finetune.strategies import accelerator, machine
 
-        gpu_needs._check_gpu_for_each = lambda launch: None
+        check = machine.gpu_problems
+        machine.gpu_problems = lambda recipe, launch: check(recipe, replace(launch, shares_gpus=False))
         accelerator.InitProcessGroupKwargs = partial(InitProcessGroupKwargs, backend="gloo")  # type: ignore[misc]
     return trainer.process_main(words)
 

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -78,32 +79,14 @@ def examine_machine(loaded: LoadedRecipe | None = None, *, online: bool = False)
     With a recipe also what `finetune train` would refuse on this machine.
     """
     recipe = loaded.recipe if loaded else None
-    parts: Sequence[Callable[[], Iterator[Finding]]] = (
-        check_python,
-        check_libraries,
-        check_extras,
-        check_has_gpus,
-        lambda: check_disk(recipe),
-        lambda: check_token(recipe, online=online),
-        check_accelerate,
-        check_variables,
-        lambda: check_start(loaded) if loaded else iter(()),
-    )
-    for part in parts:
-        for finding in part():
-            yield Finding(finding.name, finding.state, redact(finding.seen), redact(finding.remedy))
+    machine = chain(check_python(), check_libraries(), check_extras(), check_has_gpus())
+    places = chain(check_disk(recipe), check_token(recipe, online=online), check_accelerate(), check_variables())
+    for finding in chain(machine, places, check_start(loaded) if loaded else ()):
+        yield Finding(finding.name, finding.state, redact(finding.seen), redact(finding.remedy))
 
 
 def check_python() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}, finetune {__version__}")
-
-
-def _requirements() -> list[str]:
-    """finetune's requirements, from its pyproject.toml; for an installed package from its metadata."""
-    try:
-        return list(tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"])
-    except (OSError, KeyError, ValueError):
-        return [line for line in importlib.metadata.requires(DISTRIBUTION) or () if "extra ==" not in line]
 
 
 def installed_version(name: str) -> str | None:
@@ -116,13 +99,18 @@ def installed_version(name: str) -> str | None:
 def check_libraries() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
-    needed = [Requirement(line) for line in _requirements()]
-    versions = {each.name: installed_version(each.name) for each in needed}
-    wrong = [each for each in needed if (v := versions[each.name]) is None or not each.specifier.contains(v, True)]
+    try:
+        lines = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    except (OSError, KeyError, ValueError):  # an installed package
+        lines = [line for line in importlib.metadata.requires(DISTRIBUTION) or () if "extra ==" not in line]
+    libraries = [Requirement(line) for line in lines]
+    versions = {library.name: installed_version(library.name) for library in libraries}
     yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
-    for each in wrong:
-        v = versions[each.name] or "not installed"
-        yield Finding("libraries", "bad", f"{each.name}: {v}, required is {each}", f"pip install '{each}'")
+    for library in libraries:
+        version = versions[library.name]
+        if version is None or not library.specifier.contains(version, True):
+            text = f"{library.name}: {version or 'not installed'}, required is {library}"
+            yield Finding("libraries", "bad", text, f"pip install '{library}'")
 
 
 def check_extras() -> Iterator[Finding]:
@@ -143,8 +131,6 @@ def check_extras() -> Iterator[Finding]:
             yield Finding("extras", "look", f"no {name}", f"for {purpose}, in the checkout: {install_command(extra)}")
         elif module in failed:
             yield Finding("extras", "bad", f"{name}: {failed[module][:200]}", "install a wheel that fits this torch")
-    if "deepspeed" in versions and not shutil.which("g++"):
-        yield Finding("extras", "look", "no g++", "DeepSpeed's offload compiles its own Adam; install g++ and ninja")
 
 
 def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
@@ -152,22 +138,24 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
     from finetune.launch.launcher import read_launch
     from finetune.launch.local_ranks import ranks_here
     from finetune.launch.plan import plan_launch
-    from finetune.recipe.strategy import strategy_of
-    from finetune.report.trackers import check_trackers
-    from finetune.strategies.accelerator import machine_checks
+    from finetune.recipe.strategy_fit import refuse_recipe
+    from finetune.strategies.machine import device_of, fastest_on, machine_problems
 
     recipe = loaded.recipe
-    launch = replace(read_launch(), words=("python", str(TRAIN_SCRIPT), str(loaded.path)))
-    checks: dict[str, Callable[[], object]] = {
-        "ranks": lambda: ranks_here(plan_launch(loaded.path, [], launcher="torchrun")),
-        **machine_checks(recipe, strategy_of(recipe), launch, on_cpu=not recipe.budget.gpus),
-        "trackers": lambda: check_trackers(recipe),
-    }
-    for name, check in checks.items():
-        try:
-            check()
-        except FinetuneError as error:
-            yield Finding(name, "bad", *error.parts())
+    try:
+        ranks_here(plan_launch(loaded.path, [], launcher="torchrun"))
+    except FinetuneError as error:
+        yield Finding("ranks", "bad", *error.parts())
+    words = ("python", str(TRAIN_SCRIPT), str(loaded.path))
+    launch = replace(read_launch(), words=words, on_cpu=not recipe.budget.gpus)
+    if (device := device_of(launch)).type == "cuda":  # number formats that the recipe leaves to its device
+        recipe = loaded.formats_for(fastest_on(device))[0].recipe
+    try:
+        problems = [*machine_problems(recipe, refuse_recipe(recipe), launch)]
+    except EnvironmentMismatch as error:
+        problems = [("strategy", str(error))]
+    for topic, problem in problems:
+        yield Finding(topic, "bad", *FinetuneError(problem).parts())
     model = recipe.model
     if weights_are_here(model.name_or_path, model.revision):
         yield Finding("model", "ok", f"the weights of {model.name_or_path} are on this machine")
@@ -184,38 +172,28 @@ def check_has_gpus() -> Iterator[Finding]:
     import psutil
     import torch
 
+    from finetune.strategies.machine import OLDER_WHEELS, kernels_of_others, why_torch_sees_no_gpu
+
     memory = psutil.virtual_memory()
     cores = usable_cores()
     room = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of memory free"
     yield Finding("devices", "ok", f"{cores} CPU cores, {room}")
-    driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
-    built = torch.version.cuda or torch.version.hip
     for index in range(torch.cuda.device_count()):
-        yield _gpu(index)
-    if driver and not built:
-        text = f"an NVIDIA driver is installed, and torch {torch.__version__} is built for the CPU"
-        yield Finding("wheels", "bad", text, "install torch's wheel for CUDA: https://pytorch.org/get-started")
-    elif driver and not torch.cuda.is_available():
-        text = f"torch {torch.__version__}, built for {built}, sees no GPU"
-        yield Finding("wheels", "bad", text, "look at CUDA_VISIBLE_DEVICES, and whether the driver is older than that")
+        device = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        text = f"GPU {index}: {device.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, bf16 "
+        text += "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
+        if kernels := kernels_of_others(index):
+            yield Finding("devices", "bad", f"{text}; torch has kernels for {kernels}", OLDER_WHEELS)
+        elif free < total / 2:
+            yield Finding("devices", "look", text, "another program holds its memory; nvidia-smi names it")
+        else:
+            yield Finding("devices", "ok", text)
+    if not torch.cuda.is_available() and (reason := why_torch_sees_no_gpu()):
+        yield Finding("wheels", "bad", *FinetuneError(reason).parts())
     else:
-        yield Finding("wheels", "ok", f"torch {torch.__version__}, built for {built or 'the CPU'}")
-
-
-def _gpu(index: int) -> Finding:
-    import torch
-
-    from finetune.strategies.gpu_needs import OLDER_WHEELS, kernels_of_others
-
-    device = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    text = f"GPU {index}: {device.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, bf16 "
-    text += "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
-    if kernels := kernels_of_others(index):
-        return Finding("devices", "bad", f"{text}; torch has kernels for {kernels}", OLDER_WHEELS)
-    if free < total / 2:
-        return Finding("devices", "look", text, "another program holds its memory; nvidia-smi names it")
-    return Finding("devices", "ok", text)
+        built = torch.version.cuda or torch.version.hip or "the CPU"
+        yield Finding("wheels", "ok", f"torch {torch.__version__}, built for {built}")
 
 
 def check_disk(recipe: Recipe | None) -> Iterator[Finding]:
@@ -304,36 +282,24 @@ def as_text(item: Finding) -> str:
 
 
 def _token_for(name: str, *, online: bool) -> Finding:
-    """Whether this model can be downloaded without a token."""
-    try:
-        gated = is_gated(name, online=online)
-    except EnvironmentMismatch as error:
-        seen, remedy = error.parts()
-        return Finding("token", "bad", f"none; {seen}", remedy)
-    if gated is None:
+    """Whether this model can be downloaded without a token. With `online` the Hub is asked, without one."""
+    from huggingface_hub import HfApi
+
+    gated = name.startswith(GATED)
+    if not online and not gated:
         return Finding("token", "look", f"none; {name} may be gated", "--online asks the Hub")
+    if online:
+        try:
+            gated = bool(HfApi().model_info(name, token=False).gated)
+        except Exception as error:
+            if (hub_error := classify_error(error)) is None:
+                raise
+            remedy = "try again later, or correct the name"
+            return Finding("token", "bad", f"none; {name}: {hub_error.reason}", remedy)
     if gated:
         remedy = f"ask on https://huggingface.co/{name}, then: hf auth login"
         return Finding("token", "bad", f"none, and {name} is gated", remedy)
     return Finding("token", "ok", f"none; {name} needs none")
-
-
-def is_gated(name: str, *, online: bool) -> bool | None:
-    """Whether the Hub shows a model's files only to those who asked for access; None if that is not known.
-
-    With `online` the Hub is asked, without a token. Raises EnvironmentMismatch if it does not answer.
-    """
-    if not online:
-        return True if name.startswith(GATED) else None
-    from huggingface_hub import HfApi
-
-    try:
-        return bool(HfApi().model_info(name, token=False).gated)
-    except Exception as error:
-        hub_error = classify_error(error)
-        if hub_error is None:
-            raise
-        raise EnvironmentMismatch(f"{name}: {hub_error.reason}; try again later, or correct the name") from error
 
 
 def scope(repo_id: str | None, endpoint: str | None = None) -> str:

@@ -25,7 +25,7 @@ from finetune.base.identity import with_the_runs_base
 from finetune.base.location import folder_of
 from finetune.data.cells import BadRow
 from finetune.errors import DoesNotFit, FinetuneError, NotFinite
-from finetune.generation.generate import stop_on
+from finetune.generation.settings import stop_on
 from finetune.library_errors import library_errors, words_of
 from finetune.model.adapter_targets import has_experts
 from finetune.model.adapters import experts_as_parameters, silenced_peft, take_new_rows_into_loss

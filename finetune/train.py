@@ -25,10 +25,10 @@ if __name__ == "__main__":  # run as a file: this folder must not be the first p
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from finetune.errors import STOPPED, EnvironmentMismatch, FinetuneError, NoRendezvous, RecipeError
+from finetune.errors import STOPPED, EnvironmentMismatch, FinetuneError, NoRendezvous
 from finetune.output_stream import keep_printing, one_line, open_missing_streams, wrapped
 from finetune.recipe.loader import load_recipe
-from finetune.redaction import known_secrets, secret_key
+from finetune.recipe.strategy_fit import refuse_secrets
 
 if TYPE_CHECKING:
     from finetune.launch.launcher import Launch
@@ -115,16 +115,6 @@ def announce(recipe: Recipe) -> None:
     method = "all weights" if recipe.lora is None else "adapters"
     line = f"{recipe.model.name_or_path}: training {method}, into {recipe.run_dir}; importing torch ..."
     print(wrapped(one_line(line), sys.stdout), flush=True)
-
-
-def refuse_secrets(recipe: Recipe) -> None:
-    """Raise RecipeError for a token in the recipe: the run folder would keep it, and a push would publish it."""
-    # Secret environment variables count only before an upload: they may hold a plain word that the recipe needs.
-    known = known_secrets() if recipe.hub.push or recipe.storage else ()
-    secret = secret_key(recipe.model_dump(mode="json"), known)
-    if secret is not None:
-        key, kind = secret
-        raise RecipeError([f"{key}: holds {kind}; remove it, and revoke it if it was ever shown"])
 
 
 def set_up_process(recipe: Recipe) -> Launch:

@@ -27,10 +27,10 @@ from finetune.launch.launcher import read_launch
 from finetune.measure.units import GIB
 from finetune.recipe.loader import load_recipe
 from finetune.redaction import redact, variables
-from finetune.strategies.accelerator import check_launch
-from finetune.strategies.gpu_needs import OLDER_WHEELS
+from finetune.strategies.machine import OLDER_WHEELS
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN, WRITER
+from tests.support.runs.launching import check_launch
 from tests.support.stand_ins.pretend_cuda import pretended_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +124,7 @@ def test_an_extra_that_does_not_load_is_bad(monkeypatch: pytest.MonkeyPatch) -> 
     ("cuda", "driver", "state", "words"),
     [
         (None, "/usr/bin/nvidia-smi", "bad", "built for the CPU"),
-        ("13.0", "/usr/bin/nvidia-smi", "bad", "built for 13.0, sees no GPU"),
+        ("13.0", "/usr/bin/nvidia-smi", "bad", "built for CUDA 13.0, sees no GPU behind this driver"),
         ("13.0", None, "ok", "built for 13.0"),
     ],
 )
@@ -344,6 +344,25 @@ def test_doctor_says_what_train_would_refuse(
         with pytest.raises(EnvironmentMismatch) as caught:  # the trainer's own first refusal
             check_launch(load_recipe(file).recipe, replace(read_launch(), words=("python", "train.py", str(file))))
         assert str(caught.value) == "; ".join((found["devices"].seen, found["devices"].remedy))
+
+
+def test_doctor_says_what_train_would_refuse_on_an_older_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every problem, where a start ends at the first: the card has no bfloat16 and no float8."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(LLAMA + "budget: {gpus: 1, gpu_memory_gb: 16}\n")
+    recipe = load_recipe(file, ["model.load_in_fp8=true", "training.mixed_precision=bf16"])
+    with pretended_cuda(monkeypatch, (7, 5)):
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75"])
+        monkeypatch.setattr("finetune.launch.local_ranks.count_gpus", lambda: 1)
+        findings = [finding for finding in doctor.check_start(recipe) if finding.name == "devices"]
+        with pytest.raises(EnvironmentMismatch) as start:
+            check_launch(recipe.recipe, read_launch())
+        automatic = load_recipe(file)  # takes fp16 there
+        assert [finding.seen for finding in doctor.check_start(automatic) if finding.name == "devices"] == []
+    assert [finding.seen.partition(":")[0] for finding in findings] == [
+        "model.load_in_fp8", "training.mixed_precision",
+    ]  # fmt: skip
+    assert str(start.value) == f"{findings[0].seen}; {findings[0].remedy}"
 
 
 def test_a_token_for_a_gated_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from accelerate import Accelerator
 
 from finetune.errors import FinetuneError
 from finetune.finished_run import BOTH, FinishedRun, best_device, models_of
-from finetune.generation.generate import may_share_a_batch, stop_on
 from finetune.generation.held_out import Batching
+from finetune.generation.settings import may_share_a_batch, stop_on
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
 from finetune.launch.rendezvous import rendezvous
@@ -30,9 +30,11 @@ from finetune.measure.phases import give_back_cached_memory
 from finetune.model.dtypes import COMPUTE
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, strategy_of
+from finetune.recipe.strategy_fit import refuse_recipe
 from finetune.run_folder.facts import read_run
-from finetune.strategies.accelerator import build_accelerator, check_launch, device_of, use_all_cores
+from finetune.strategies.accelerator import build_accelerator, use_all_cores
 from finetune.strategies.assemble import WAITING, Assembled, assemble
+from finetune.strategies.machine import device_of, refuse_machine
 from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.training.start_adapter import find_start_adapter, start_from
 from finetune.training.watchdog import BROKEN
@@ -70,7 +72,8 @@ def computing_ranks(recipe: Callable[[], Recipe], launch: Launch | None) -> Iter
         return
     try:
         evaluated = _as_evaluated(recipe())
-        strategy, device = check_launch(evaluated, launch), device_of(launch)
+        strategy, device = refuse_recipe(evaluated), device_of(launch)
+        refuse_machine(evaluated, strategy, launch)
         with rendezvous(launch):
             accelerator = build_accelerator(evaluated, strategy, launch)
         use_all_cores(launch, device, offloaded=strategy.offloaded)
@@ -103,7 +106,7 @@ def _as_evaluated(recipe: Recipe) -> Recipe:
 
     A pipeline's weights are sharded by FSDP2.
     """
-    strategy, changes = strategy_of(recipe), dict[str, Any]()
+    strategy, changes = strategy_of(recipe), dict[str, Any](report_to=[])
     if strategy.schedule is not None:
         changes["accelerate_config"] = "fsdp2"
     elif not strategy.shards_parameters:

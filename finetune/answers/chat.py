@@ -18,7 +18,8 @@ from finetune.data.chat import Chat
 from finetune.errors import FinetuneError
 from finetune.files import json_lines
 from finetune.finished_run import best_device, finished_run, load_adapted, load_run_tokenizer, load_whole
-from finetune.generation.generate import Sampling, answer, answering
+from finetune.generation.generate import Sampling, answer
+from finetune.generation.settings import answering
 from finetune.output_stream import one_line, without_controls
 from finetune.tokens.encoder import Encoder
 

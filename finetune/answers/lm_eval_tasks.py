@@ -10,7 +10,7 @@ import torch
 from finetune.answers.requests import EvalRequest
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.finished_run import FinishedRun, fitting, load_run_tokenizer, models_of
-from finetune.generation.generate import end_tokens, without_settings
+from finetune.generation.settings import end_tokens, without_settings
 from finetune.library_errors import library_errors
 from finetune.wording import install_command
 

@@ -127,13 +127,15 @@ def varlen_attention(
     assert cu_seq_lens is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     chunk = chunk_of(module)
-    lengths = _in_chunks(document_lengths, chunk)
-    asked = Attended(lengths, scale, sliding_window, s_aux, softcap, dropout, document_ends)
+    lengths = document_lengths
+    if chunk is not None:  # (5, 20) in chunks with 8 tokens is (5, 8, 8, 4)
+        lengths = tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
+    request = Attended(lengths, scale, sliding_window, s_aux, softcap, dropout, document_ends)
     not_by_flash = softcap or dropout or not fits_flash(query.shape[-1], value.shape[-1])
     if query.device.type == "cpu":
-        output = _on_cpu(query, key, value, asked)
+        output = _on_cpu(query, key, value, request)
     elif not_by_flash or _computed_in(query) == torch.float32 or not has_flash(query.device) or _Kernel.left_off:
-        output = _by_document(query, key, value, asked)
+        output = _by_document(query, key, value, request)
     else:
         starts = cu_seq_lens
         if lengths != document_lengths:
@@ -147,7 +149,7 @@ def varlen_attention(
         if not torch.compiler.is_compiling() and _Kernel.observer is not None:
 
             def by_document(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-                return _by_document(query, key, value, replace(asked, sinks=sinks))
+                return _by_document(query, key, value, replace(request, sinks=sinks))
 
             _Kernel.observer(given, by_document)
         output = attend_on_cuda(q, k, v, starts, given["longest"], scale, sliding_window, s_aux)
@@ -207,41 +209,38 @@ def chunk_of(module: nn.Module) -> int | None:
     return None
 
 
-def _in_chunks(lengths: tuple[int, ...], chunk: int | None) -> tuple[int, ...]:
-    """Cut documents at multiples of `chunk`: (5, 20) in chunks with 8 tokens is (5, 8, 8, 4)."""
-    if chunk is None:
-        return lengths
-    return tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
-
-
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> Tensor:
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, request: Attended) -> Tensor:
     """Compute in float32 at least. oneDNN takes 16-bit products, keeps 4 MB of kernels for each new document length,
     and spends most of a short document's time on calls: 16 ms forward and backward, 8 in float32 (docs/log.md).
     """
     result = _computed_in(query)  # read before autocast is off
     wide_query, wide_key, wide_value = (x.float() if x.itemsize < 4 else x for x in (query, key, value))
     with torch.autocast("cpu", enabled=False):
-        return _by_document(wide_query, wide_key, wide_value, asked).to(result)
+        return _by_document(wide_query, wide_key, wide_value, request).to(result)
 
 
-def _by_document(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> Tensor:
-    if asked.ends is not None:
-        if asked.dropout:
+def _by_document(query: Tensor, key: Tensor, value: Tensor, request: Attended) -> Tensor:
+    if request.ends is not None:
+        if request.dropout:
             raise FinetuneError("training.compile: no dropout in compiled attention; set training.compile: false")
         q, k, v = (x.to(_computed_in(x)) for x in (query, key, value))
-        return _operator(q, k, v, asked.sinks, asked.ends, asked.scale, asked.window, asked.cap)
+        return _operator(q, k, v, request.sinks, request.ends, request.scale, request.window, request.cap)
     grouped = key.shape[1] != query.shape[1]
-    if grouped and (query.device.type != "cpu" or asked.cap):
+    if grouped and (query.device.type != "cpu" or request.cap):
         # On some torch releases groups lead to plain matrix products, [heads, tokens, tokens] for each document.
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         grouped = False
-    attend = _capped if asked.cap else _with_sinks if asked.sinks is not None else _plain
+    attend = _plain
+    if request.cap:
+        attend = _capped
+    elif request.sinks is not None:
+        attend = _with_sinks
     width = value.shape[-1]
-    if query.device.type != "cpu" and not asked.cap:
+    if query.device.type != "cpu" and not request.cap:
         # The memory-efficient kernel needs rows in multiples of 16 bytes; else torch allocates [heads, tokens, tokens].
         query, key, value = (widened(x, x.shape[-1] + -x.shape[-1] % HEAD_MULTIPLE) for x in (query, key, value))
-    documents = zip(*(torch.split(x, list(asked.lengths), dim=2) for x in (query, key, value)), strict=True)
-    outputs = [attend(q, k, v, asked, grouped).transpose(1, 2) for q, k, v in documents]
+    documents = zip(*(torch.split(x, list(request.lengths), dim=2) for x in (query, key, value)), strict=True)
+    outputs = [attend(q, k, v, request, grouped).transpose(1, 2) for q, k, v in documents]
     joined = torch.cat(outputs, dim=1)  # contiguous, as in the library: some models take a view
     if joined.shape[-1] == width:
         return joined
@@ -257,35 +256,35 @@ def _until(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ends
 _operator = document_operator("attention_by_document", _until)
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grouped: bool) -> Tensor:
+def _plain(query: Tensor, key: Tensor, value: Tensor, request: Attended, grouped: bool) -> Tensor:
     """One document, [1, heads, tokens, head_dim]."""
-    mask = _window_mask(query, asked.window)
+    mask = _window_mask(query, request.window)
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=mask,
-        dropout_p=asked.dropout,
+        dropout_p=request.dropout,
         is_causal=mask is None,
-        scale=asked.scale,
+        scale=request.scale,
         enable_gqa=grouped,
     )
 
 
-def _with_sinks(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grouped: bool) -> Tensor:
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, request: Attended, grouped: bool) -> Tensor:
     """Attend within one document whose softmax also has the head's sink.
 
     The sink becomes one more token before the first. Its key meets only one more column of the queries, which holds the
     sink's score over the scale; its value is zero. So the kernel needs no sinks, and their gradient is the column's
     gradient. There are eight more columns rather than one, for kernels that want rows in 16 bytes.
     """
-    assert asked.sinks is not None
+    assert request.sinks is not None
     tokens, width = query.shape[2], value.shape[-1]
-    column = (asked.sinks.to(query.dtype) / asked.scale).view(1, -1, 1, 1).expand(1, -1, tokens + 1, 1)
+    column = (request.sinks.to(query.dtype) / request.scale).view(1, -1, 1, 1).expand(1, -1, tokens + 1, 1)
     queries = F.pad(torch.cat([F.pad(query, (0, 0, 1, 0)), column], dim=-1), (0, 7))
     first = F.pad(key.new_ones(1, key.shape[1], 1, 1), (key.shape[-1], 7))
     keys = torch.cat([first, F.pad(key, (0, 8))], dim=2)
-    mask = _window_mask(query, asked.window)
+    mask = _window_mask(query, request.window)
     if mask is not None:
         mask = F.pad(mask, (1, 0, 1, 0), value=True)  # every token sees the sink; what the first line gives is dropped
     output = F.scaled_dot_product_attention(
@@ -293,9 +292,9 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grou
         keys,
         F.pad(value, (0, 8, 1, 0)),
         attn_mask=mask,
-        dropout_p=asked.dropout,
+        dropout_p=request.dropout,
         is_causal=mask is None,
-        scale=asked.scale,
+        scale=request.scale,
         enable_gqa=grouped,
     )
     return output[:, :, 1:, :width]
@@ -309,7 +308,7 @@ def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
     return torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril().triu(1 - window)
 
 
-def _capped(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grouped: bool) -> Tensor:
+def _capped(query: Tensor, key: Tensor, value: Tensor, request: Attended, grouped: bool) -> Tensor:
     """Attend within one document with capped scores, one block of queries at a time, computed again in backward. So
     only one block's scores are held, never [heads, tokens, tokens].
     """
@@ -318,21 +317,21 @@ def _capped(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grouped:
     blocks = []
     for start in range(0, tokens, step):
         end = min(start + step, tokens)
-        first = 0 if asked.window is None else max(0, start - asked.window + 1)
+        first = max(0, start + 1 - (request.window or tokens))
         part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
         blocks.append(
-            checkpoint(_capped_block, *part, start - first, asked, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(_capped_block, *part, start - first, request, use_reentrant=False, preserve_rng_state=False)
         )
     return torch.cat(blocks, dim=2)
 
 
-def _capped_block(query: Tensor, key: Tensor, value: Tensor, offset: int, asked: Attended) -> Tensor:
+def _capped_block(query: Tensor, key: Tensor, value: Tensor, offset: int, request: Attended) -> Tensor:
     """`offset`: the number of keys before the first query's."""
-    assert asked.cap is not None
-    capped = asked.cap * torch.tanh((query @ key.transpose(2, 3)).float() * (asked.scale / asked.cap))
+    assert request.cap is not None
+    capped = request.cap * torch.tanh((query @ key.transpose(2, 3)).float() * (request.scale / request.cap))
     seen = torch.ones(capped.shape[2:], dtype=torch.bool, device=query.device).tril(offset)
-    if asked.window is not None:
-        seen = seen.triu(offset + 1 - asked.window)
+    if request.window is not None:
+        seen = seen.triu(offset + 1 - request.window)
     return capped.masked_fill(~seen, float("-inf")).softmax(-1).to(value.dtype) @ value
 
 

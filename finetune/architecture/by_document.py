@@ -36,12 +36,12 @@ class Mixer:
     output: Mapping[str, tuple[int, ...]]
 
 
-class _Row:
+class RowDocuments:
     """The documents of the row in this forward."""
 
     lengths: tuple[int, ...] | None = None
 
-    def __deepcopy__(self, memo: object) -> _Row:
+    def __deepcopy__(self, memo: object) -> RowDocuments:
         """peft copies a module that it trains in full, and the copy sees the same row."""
         return self
 
@@ -68,7 +68,7 @@ def run_by_document(model: PreTrainedModel, mixers: Sequence[Mixer]) -> None:
     """
     if not mixers:
         return
-    row = _Row()
+    row = RowDocuments()
     decoder_of(model).register_forward_pre_hook(row.of_forward, with_kwargs=True)
     for mixer in mixers:
         module: Any = model.get_submodule(mixer.path)
@@ -130,9 +130,9 @@ def _cut(value: Any, mixer: Mixer, start: int, length: int, tokens: int, place: 
             value = value.narrow(axis, start, length)
         return value
     if isinstance(value, dict):
-        return {key: _cut(each, mixer, start, length, tokens, f"{place}.{key}") for key, each in value.items()}
+        return {key: _cut(entry, mixer, start, length, tokens, f"{place}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        parts = [_cut(each, mixer, start, length, tokens, f"{place}.{index}") for index, each in enumerate(value)]
+        parts = [_cut(entry, mixer, start, length, tokens, f"{place}.{index}") for index, entry in enumerate(value)]
         return type(value)(parts)
     return value
 
@@ -148,8 +148,8 @@ def _joined(parts: Sequence[Any], axes: Mapping[str, tuple[int, ...]], place: st
     if isinstance(first, dict):
         return {key: _joined([part[key] for part in parts], axes, f"{place}.{key}") for key in first}
     if isinstance(first, list | tuple):
-        each_of = enumerate(zip(*parts, strict=True))
-        return type(first)(_joined(each, axes, f"{place}.{index}") for index, each in each_of)
+        entries = enumerate(zip(*parts, strict=True))
+        return type(first)(_joined(entry, axes, f"{place}.{index}") for index, entry in entries)
     if first is None or isinstance(first, bool | int | float | str):
         return first
     raise TypeError(f"a {type(first).__name__} of several documents cannot be joined")  # in the trial already

@@ -75,10 +75,18 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> Computed:
             "set training.per_device_batch_size: 1, or model.attention: auto"
         )
     tried = _Tried(model)
-    found = computed_in_layout(tried, layout)
-    if found.problem:
-        raise FinetuneError(f"model.name_or_path: {name} {found.problem}; {_remedy(tried, layout)}")
-    return replace(found, router=_router_loss(tried, name, recipe))
+    computed = computed_in_layout(tried, layout)
+    if computed.problem:
+        raise FinetuneError(f"model.name_or_path: {name} {computed.problem}; {_remedy(tried, layout)}")
+    coefficient = router_coefficient(model.config, recipe)
+    if not coefficient:
+        return computed
+    chosen = chosen_in(tried)
+    if isinstance(chosen, str):
+        raise FinetuneError(
+            f"model.router_aux_loss_coef: {coefficient:g}: {name} {chosen}; set model.router_aux_loss_coef: 0"
+        )
+    return replace(computed, router=RouterLoss(coefficient, chosen))
 
 
 def router_coefficient(config: PreTrainedConfig, recipe: Recipe) -> float:
@@ -96,25 +104,13 @@ def router_coefficient(config: PreTrainedConfig, recipe: Recipe) -> float:
     return 0.0
 
 
-def _router_loss(tried: _Tried, name: str, recipe: Recipe) -> RouterLoss | None:
-    coefficient = router_coefficient(tried.config, recipe)
-    if not coefficient:
-        return None
-    chosen = chosen_in(tried)
-    if isinstance(chosen, str):
-        raise FinetuneError(
-            f"model.router_aux_loss_coef: {coefficient:g}: {name} {chosen}; set model.router_aux_loss_coef: 0"
-        )
-    return RouterLoss(coefficient, chosen)
-
-
 def _remedy(tried: _Tried, layout: DocumentLayout) -> str:
     """The first layout that passes the same trial."""
     for packing in (True, False) if layout.packing else (False,):
         for kind in ("sdpa", "eager"):
             if computed_in_layout(tried, DocumentLayout(kind, packing)).problem is None:
-                settings = [f"model.attention: {kind}"] if kind != layout.attention else []
-                settings += ["data.packing: false"] if packing != layout.packing else []
+                settings = [f"model.attention: {kind}"] * (kind != layout.attention)
+                settings += ["data.packing: false"] * (packing != layout.packing)
                 return f"set {' and '.join(settings)}"
     return "choose another model"
 
@@ -139,8 +135,8 @@ def chosen_in(tried: _Tried) -> int | str:
     """The experts that a router chooses for a token, or why there is no auxiliary loss of it."""
     try:
         return experts_chosen(tried.kind, tried.config)
-    except Unsuitable as found:
-        return str(found)
+    except Unsuitable as fault:
+        return str(fault)
     except Exception as error:  # whatever a model's own code raises
         text = " ".join(str(error).split())[:200]
         return f"does not give its router's logits ({type(error).__name__}: {text})"
@@ -158,8 +154,8 @@ def computed_in_layout(tried: _Tried, layout: DocumentLayout) -> Computed:
         if not layout.isolated and layout.packing:
             check_masks_isolate(kind, config)
         logits = check_head_is_last(kind, config, None if layout.isolated else layout.attention, decoder_ran=alone)
-    except Unsuitable as found:
-        return Computed(str(found))
+    except Unsuitable as fault:
+        return Computed(str(fault))
     except FinetuneError as refusal:  # of the attention; the remedy is found here
         return Computed(f"cannot be trained: {str(refusal).removeprefix('model.attention: ').partition(';')[0]}")
     except Exception as error:  # whatever a model's own code raises: it is not trained, and the user gets one line

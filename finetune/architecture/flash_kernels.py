@@ -13,20 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import (
-    activate_flash_attention_impl,
-    current_flash_attention_impl,
-    restore_flash_attention_impl,
-)
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl, restore_flash_attention_impl
 
 from finetune.architecture.attention import has_flash, kernel_left_off
 from finetune.architecture.guard import compare_computations
-from finetune.architecture.varlen_kernel import (
-    SHARED_KEYS,
-    attend_on_cuda,
-    largest_setting,
-    shares_by_parameter,
-)
+from finetune.architecture.varlen_kernel import SHARED_KEYS, attend_on_cuda, largest_setting, shares_by_parameter
 from finetune.library_errors import with_cause
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.model import FlashAttention
@@ -50,7 +41,7 @@ class FlashKernel:
 
     left_off: str | None = None  # why attention is computed document by document: the guard found a wrong result
     expands_keys: str | None = None  # why torch's kernel gets a copy of the keys for each query head
-    asked: FlashAttention | None = None  # the kernel that replaces torch's own
+    requested: FlashAttention | None = None  # the kernel that replaces torch's own
     not_replaced: str | None = None  # why torch's own computes all the same
 
     def leave_off(self, reason: str) -> None:
@@ -73,14 +64,14 @@ class FlashKernel:
             "by_document": self.left_off is not None,
             "left_off": self.left_off,
             "expands_keys": self.expands_keys,
-            "flash_attention": self.asked if self.not_replaced is None else None,
+            "flash_attention": self.requested if self.not_replaced is None else None,
             "not_replaced": self.not_replaced,
         }
 
     def __str__(self) -> str:
-        if self.asked is not None:
+        if self.requested is not None:
             instead = f", but by torch's own kernel: {self.not_replaced}" if self.not_replaced else ""
-            return f"attention: by {self.asked}{instead}"
+            return f"attention: by {self.requested}{instead}"
         if not self.expands_keys:
             return ""
         return (
@@ -98,13 +89,13 @@ def choose_flash_kernel(
         dtype: The format that attention is computed in.
         head_width: The widest head's; None: not known.
     """
-    asked = recipe.model.flash_attention
+    requested = recipe.model.flash_attention
     if recipe.model.attention in ("auto", "varlen") and device.type == "cuda" and dtype.itemsize == 2:
-        kernel = FlashKernel(expands_keys=try_shared_keys(device, dtype), asked=asked)
-        if asked is not None:
-            kernel.not_replaced = try_other_kernel(asked, device, dtype, head_width)
+        kernel = FlashKernel(expands_keys=try_shared_keys(device, dtype), requested=requested)
+        if requested is not None:
+            kernel.not_replaced = try_other_kernel(requested, device, dtype, head_width)
         return kernel
-    return FlashKernel(asked=asked, not_replaced=asked and "it needs a GPU, and 16 bits")
+    return FlashKernel(requested=requested, not_replaced=requested and "it needs a GPU, and 16 bits")
 
 
 def widest_head(config: Any) -> int | None:
@@ -179,8 +170,10 @@ def _difference(
         return torch.randn(sizes, generator=generator).to(device, dtype).requires_grad_()
 
     query, *others = (drawn(1, count, TRIAL_ENDS[-1], WIDTH) for count in (HEADS, KEY_HEADS, KEY_HEADS))
-    given = dict(zip(("key", "value"), others, strict=True)) | ({"sinks": drawn(HEADS)} if extras else {})
-    starts, window = torch.tensor(TRIAL_ENDS, dtype=torch.int32, device=device), TRIAL_WINDOW if extras else None
+    given, window = dict(zip(("key", "value"), others, strict=True)), None
+    if extras:
+        given["sinks"], window = drawn(HEADS), TRIAL_WINDOW
+    starts = torch.tensor(TRIAL_ENDS, dtype=torch.int32, device=device)
 
     def attend(first: Callable[[], Any], query: Tensor) -> Tensor:
         first()  # backward runs before the other call

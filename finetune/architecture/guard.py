@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.architecture import attention
+from finetune.architecture.operations import nested_tensors
 from finetune.architecture.own_layers.compute import FastModule, fast_modules
 from finetune.architecture.varlen_kernel import attend_on_cuda
 from finetune.trial_limit import limited
@@ -62,31 +63,34 @@ Call = Callable[..., Any]
 
 
 def compare_computations(
-    found: Call, expected: Call, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]
+    fast: Call, expected: Call, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]
 ) -> Discrepancy:
     """Compare outputs and gradients of two ways to compute one thing.
 
     Args:
-        found, expected: Called with `inputs`; each returns a tensor, or tensors in tuples, lists and dictionaries.
+        fast, expected: Called with `inputs`; each returns a tensor, or tensors in tuples, lists and dictionaries.
         inputs: If an input requires a gradient, its gradient is compared too.
         parameters: Used by both, by name; the trained ones' gradients are compared.
 
     A trained parameter that is exactly zero would hide other gradients: with lora_B = 0, lora_A's is zero however it is
     computed. So these parameters have random values during the comparison.
     """
-    trained = {name: each for name, each in parameters.items() if each.requires_grad}
+    trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
     with torch.enable_grad(), _without_zeros(trained.values()):
         expects = _results(expected, inputs, trained)
-        eps = torch.finfo(_computed_in(inputs, parameters)).eps
-        limit = LARGEST_IN_FLOAT32 if eps < 2**-16 else LARGEST_IN_16_BITS
-        rounded = _results(expected, _rounded_otherwise(inputs, eps), trained)
-        rounding = {name: _distance(rounded[name], each) for name, each in expects.items()}
-        del rounded
-        finds = _results(found, inputs, trained)
+        eps, limit = _precision(inputs, parameters)
+        # Each number in the first input half a unit in the last place larger or smaller.
+        first, generator = inputs[0], torch.Generator().manual_seed(1)
+        moved = torch.randint(2, first.shape, generator=generator).to(first.device, torch.float32) * 2 - 1
+        moved = (first.detach().float() * (1 + eps / 2 * moved)).to(first.dtype).requires_grad_(first.requires_grad)
+        rounded = _results(expected, [moved, *inputs[1:]], trained)
+        rounding = {name: _distance(rounded[name], tensor) for name, tensor in expects.items()}
+        del rounded, moved  # before the fast call holds its own outputs and gradients
+        finds = _results(fast, inputs, trained)
     worst = Discrepancy("output", 0.0, limit)
-    for name, each in expects.items():
-        length = float(each.float().norm())
-        difference = _relative(_distance(finds[name], each), length)
+    for name, tensor in expects.items():
+        length = float(tensor.float().norm())
+        difference = _relative(_distance(finds[name], tensor), length)
         allowed = max(limit, _relative(TIMES_ROUNDING * rounding[name], length))
         if not difference / allowed <= worst.relative / worst.allowed:
             worst = Discrepancy(name, difference, allowed)
@@ -95,12 +99,11 @@ def compare_computations(
     return worst
 
 
-def compare_outputs(found: Call, expected: Call, inputs: Sequence[Tensor]) -> Discrepancy:
+def compare_outputs(fast: Call, expected: Call, inputs: Sequence[Tensor]) -> Discrepancy:
     """Compare the outputs alone of two ways to compute one thing, without gradients."""
     with torch.no_grad():
-        expects, finds = (list(nested_tensors(call(*inputs))) for call in (expected, found))
-    eps = torch.finfo(_computed_in(inputs, {})).eps
-    worst = Discrepancy("output", 0.0, LARGEST_IN_FLOAT32 if eps < 2**-16 else LARGEST_IN_16_BITS)
+        expects, finds = (list(nested_tensors(call(*inputs))) for call in (expected, fast))
+    worst = Discrepancy("output", 0.0, _precision(inputs, {})[1])
     for expect, find in zip(expects, finds, strict=True):
         difference = _relative(_distance(find, expect), float(expect.float().norm()))
         if not difference <= worst.relative:
@@ -111,60 +114,48 @@ def compare_outputs(found: Call, expected: Call, inputs: Sequence[Tensor]) -> Di
 def _results(call: Call, inputs: Sequence[Tensor], trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Outputs and gradients, by name. Every call draws the same random numbers, and leaves the generators alone."""
     device = inputs[0].device
-    leaves = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        outputs = [each for each in nested_tensors(call(*leaves)) if each.requires_grad]
-        found = {_numbered("output", at, outputs): each.detach() for at, each in enumerate(outputs)}
-        by = {_numbered("gradient of the input", at, leaves): each for at, each in enumerate(leaves)}
-        by = {name: each for name, each in by.items() if each.requires_grad}
-        by |= {f"gradient of {name}": each for name, each in trained.items()}
-        if not outputs or not by:
-            return found
-        gradients = torch.autograd.grad(outputs, list(by.values()), list(map(_slope, outputs)), allow_unused=True)
-    for (name, each), gradient in zip(by.items(), gradients, strict=True):
-        found[name] = torch.zeros_like(each) if gradient is None else gradient
-    return found
+        outputs = [tensor for tensor in nested_tensors(call(*leaves)) if tensor.requires_grad]
+        results = {f"output {place + 1}".removesuffix(" 1"): tensor.detach() for place, tensor in enumerate(outputs)}
+        sources = {
+            f"gradient of the input {place + 1}".removesuffix(" 1"): leaf
+            for place, leaf in enumerate(leaves)
+            if leaf.requires_grad
+        }
+        sources |= {f"gradient of {name}": parameter for name, parameter in trained.items()}
+        if not outputs or not sources:
+            return results
+        slopes = []  # gradients of the outputs, drawn on the host: the same on each call
+        for output in outputs:
+            drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+            slopes.append(drawn.to(output.device, output.dtype))
+        gradients = torch.autograd.grad(outputs, list(sources.values()), slopes, allow_unused=True)
+    for (name, source), gradient in zip(sources.items(), gradients, strict=True):
+        results[name] = torch.zeros_like(source) if gradient is None else gradient
+    return results
 
 
-def _numbered(name: str, at: int, of: Sequence[Any]) -> str:
-    if at == 0:
-        return name
-    return f"{name} {at + 1}"
-
-
-def _slope(output: Tensor) -> Tensor:
-    """A gradient of this output, drawn on the host: the same on each call."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
-
-
-def _computed_in(inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> torch.dtype:
-    """The products' number format, as far as it can be told: the narrowest among the tensors."""
+def _precision(inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> tuple[float, float]:
+    """A unit in the last place of the products, and the difference that is allowed: in the narrowest format among the
+    tensors, as far as it can be told."""
     kind = inputs[0].device.type
-    formats = [each.dtype for each in (*inputs, *parameters.values()) if each.is_floating_point()]
+    formats = [tensor.dtype for tensor in (*inputs, *parameters.values()) if tensor.is_floating_point()]
     if torch.is_autocast_enabled(kind):
         formats.append(torch.get_autocast_dtype(kind))
-    return max(formats, key=lambda dtype: torch.finfo(dtype).eps if dtype.itemsize > 1 else 0.0)
+    eps = max((torch.finfo(dtype).eps for dtype in formats if dtype.itemsize > 1), default=0.125)
+    return eps, LARGEST_IN_FLOAT32 if eps < 2**-16 else LARGEST_IN_16_BITS
 
 
-def _rounded_otherwise(inputs: Sequence[Tensor], eps: float) -> list[Tensor]:
-    """The inputs, with each number in the first one half a unit in the last place larger or smaller."""
-    first, *others = inputs
-    generator = torch.Generator().manual_seed(1)
-    sign = torch.randint(2, first.shape, generator=generator).to(first.device, torch.float32) * 2 - 1
-    moved = (first.detach().float() * (1 + eps / 2 * sign)).to(first.dtype)
-    return [moved.requires_grad_(first.requires_grad), *others]
-
-
-def _distance(found: Tensor, expects: Tensor) -> float:
+def _distance(computed: Tensor, expects: Tensor) -> float:
     """The norm of the difference; NaN where one is finite and the other is not."""
-    if found.shape != expects.shape:
+    if computed.shape != expects.shape:
         return float("nan")
-    difference = found.float() - expects.float()
+    difference = computed.float() - expects.float()
     distance = float(difference.norm())
     if math.isfinite(distance):  # so is every number in both
         return distance
-    if not torch.equal(found.isfinite(), expects.isfinite()):
+    if not torch.equal(computed.isfinite(), expects.isfinite()):
         return float("nan")
     return float(difference.nan_to_num(0.0, 0.0, 0.0).norm())
 
@@ -188,24 +179,15 @@ def _without_zeros(parameters: Any) -> Iterator[None]:
     changed: list[tuple[Tensor, Tensor]] = []
     generator = torch.Generator().manual_seed(2)
     try:
-        for each in parameters:
-            if each.numel() and not each.any():
-                changed.append((each, each.detach().clone()))
-                drawn = torch.randn(each.shape, generator=generator) * each.shape[-1] ** -0.5
-                each.data.copy_(drawn)
+        for parameter in parameters:
+            if parameter.numel() and not parameter.any():
+                changed.append((parameter, parameter.detach().clone()))
+                drawn = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
+                parameter.data.copy_(drawn)
         yield
     finally:
-        for each, before in changed:
-            each.data.copy_(before)
-
-
-def nested_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from nested_tensors(each)
+        for parameter, before in changed:
+            parameter.data.copy_(before)
 
 
 @dataclass
@@ -241,7 +223,7 @@ class Guard:
             place = fast.module, fast.attribute
             if place in watched and len(args) == fast.tensors and not kwargs and args[0].numel():
                 end(*place)
-                rows = [each.detach().flatten(0, -2)[:COMPARED_TOKENS].requires_grad_() for each in args]
+                rows = [tensor.detach().flatten(0, -2)[:COMPARED_TOKENS].requires_grad_() for tensor in args]
                 difference = compare_computations(own, fast.librarys, rows, fast.parameters())
                 self.see(fast.path, type(fast.module).__name__, difference)
             return own(*args, **kwargs)
@@ -270,8 +252,8 @@ class Guard:
 def _compare_attention(given: Mapping[str, Any], by_document: Call) -> Discrepancy:
     """The kernel's queries, keys and values, and sinks, against one call a document."""
     named = {name: given[name] for name in ("query", "key", "value", "sinks") if given[name] is not None}
-    rest: dict[str, Any] = {name: each for name, each in given.items() if name not in named}
-    leaves = [each.detach().requires_grad_() for each in named.values()]
+    rest: dict[str, Any] = {name: tensor for name, tensor in given.items() if name not in named}
+    leaves = [tensor.detach().requires_grad_() for tensor in named.values()]
 
     def kernel(*tensors: Tensor) -> Tensor:
         tensors_by_name: dict[str, Any] = dict(zip(named, tensors, strict=True))

@@ -178,9 +178,10 @@ def put_loss_into_forward(
         if shift_labels is None:
             return library_forward(*args, **kwargs)
         arguments = {key: value for key, value in kwargs.items() if value is not None}
-        balances = router if model.training and answer_lengths is None else None
-        asked = {} if balances is None else {"output_router_logits": True}
-        decoded = decoder_of(model)(*args, use_cache=False, **arguments, **asked)
+        balances, options = None, {}
+        if router is not None and model.training and answer_lengths is None:
+            balances, options = router, {"output_router_logits": True}
+        decoded = decoder_of(model)(*args, use_cache=False, **arguments, **options)
         hidden = decoded.last_hidden_state  # [batch, tokens, hidden]
         loss = model.get_output_embeddings()(hidden, shift_labels, supervised, transform, answer_lengths)
         if balances is None:
@@ -350,7 +351,9 @@ def _pass(
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
             if grad_hidden is not None:
-                through = slope @ cast_weight if through_rows is None else through_rows + slope @ cast_weight
+                through = slope @ cast_weight
+                if through_rows is not None:
+                    through = through_rows + through
                 grad_hidden[now] = through.to(flat.dtype)
             if head is not None:
                 head.add(slope, part)
@@ -514,7 +517,7 @@ def _highest(values: Tensor) -> tuple[Tensor, Tensor]:
     is one pass over all values, and the indices are those of one block: 501 blocks of 256 for Llama 3's vocabulary.
     """
     rows, columns = values.shape
-    width = next((each for each in BLOCKS if columns % each == 0 and columns >= 100 * each), None)
+    width = next((size for size in BLOCKS if columns % size == 0 and columns >= 100 * size), None)
     if width is None:
         return values.max(dim=1, keepdim=True)
     blocks = values.view(rows, columns // width, width)

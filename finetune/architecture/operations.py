@@ -21,16 +21,8 @@ TOKENS = sum(LENGTHS)
 SUMMED = {"mm": (0, 1), "bmm": (0, 2), "addmm": (1, 1), "baddbmm": (1, 2), "mv": (0, 1), "dot": (0, 0)}
 # These name an axis but do not mix what is along it. Experts get their tokens by gather, scatter and the like.
 UNMIXED = {
-    "unsqueeze",
-    "squeeze",
-    "transpose",
-    "permute",
-    "stack",
-    "gather",
-    "scatter",
-    "scatter_add",
-    "index_add",
-    "index_select",
+    *("unsqueeze", "squeeze", "transpose", "permute", "stack"),
+    *("gather", "scatter", "scatter_add", "index_add", "index_select"),
 }
 
 
@@ -62,7 +54,7 @@ class Watching(TorchDispatchMode):
         layers repeat the same operation, so results are remembered by their inputs.
         """
         schema = func._schema
-        new = not schema.is_mutable and [each.alias_info for each in schema.returns] == [None]
+        new = not schema.is_mutable and [returned.alias_info for returned in schema.returns] == [None]
         key = (func, _form(args), _form(kwargs)) if new else ()
         if new and (known := self.known.get(key)) is not None:
             shape, strides, dtype = known
@@ -80,7 +72,7 @@ def _form(value: Any) -> Any:
             return (value.shape, value.stride(), value.dtype)
         return object()
     if isinstance(value, dict):
-        return tuple((key, _form(each)) for key, each in value.items())
+        return tuple((key, _form(entry)) for key, entry in value.items())
     if isinstance(value, list | tuple):
         return tuple(map(_form, value))
     return (type(value), value)
@@ -93,7 +85,9 @@ def mixes_positions(name: str, func: Any, args: Any, kwargs: Any, result: Any) -
     if name in SUMMED:
         which, axis = SUMMED[name]
         return bool(args[which].shape[axis] == TOKENS)
-    tensor = args[0][0] if args and isinstance(args[0], list | tuple) and args[0] else args[0] if args else None
+    tensor = next(iter(args), None)
+    if isinstance(tensor, list | tuple):
+        tensor = next(iter(tensor), None)
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.ndim < 2:
         return False
     if name == "constant_pad_nd":
@@ -117,11 +111,20 @@ def placed_tensors(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield where, value
     elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from placed_tensors(each, f"{where}.{key}")
+        for key, entry in value.items():
+            yield from placed_tensors(entry, f"{where}.{key}")
     elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from placed_tensors(each, f"{where}.{index}")
+        for index, entry in enumerate(value):
+            yield from placed_tensors(entry, f"{where}.{index}")
+
+
+def nested_tensors(values: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dictionaries: an operation's arguments or results."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict | list | tuple):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from nested_tensors(value)
 
 
 def token_axes(value: Any) -> dict[str, tuple[int, ...]]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.by_document import Contexts, checkpoint_contexts
+from finetune.architecture.operations import nested_tensors
 from finetune.errors import FinetuneError
 
 
@@ -144,7 +145,7 @@ class _Keeping(TorchDispatchMode):
         result = func(*args, **kwargs)
         if "out" in kwargs or not _may_be_kept(func):
             # Of fake tensors a mode sees questions too, as that for a device.
-            asks = next(_tensors(result), None) is None
+            asks = next(nested_tensors(result), None) is None
             self._needed = self._needed or not (asks or func.overloadpacket.__name__ in SAVE_NOTHING)
             written = _written(func, args, kwargs)
             if written is not None and not self._unread.is_of(written):
@@ -153,7 +154,7 @@ class _Keeping(TorchDispatchMode):
             return result
         if _is_worth_it(func, args, kwargs, result):
             self._kept[self._place] = value = _detached(result)
-            self._by_storage |= {id(each.untyped_storage()): self._place for each in _tensors(value)}
+            self._by_storage |= {id(tensor.untyped_storage()): self._place for tensor in nested_tensors(value)}
             self._needed = False
         else:
             self._needed = True
@@ -226,9 +227,9 @@ class _Unread:
 
     def after(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Track views and in-place writes as the kept tensor. A fake tensor needs a call to know its device."""
-        if self._storage is None or func.namespace == "prim" or any(map(self.is_of, _tensors(result))):
+        if self._storage is None or func.namespace == "prim" or any(map(self.is_of, nested_tensors(result))):
             return
-        if any(map(self.is_of, _tensors(args))) or any(map(self.is_of, _tensors(list(kwargs.values())))):
+        if any(map(self.is_of, nested_tensors(args))) or any(map(self.is_of, nested_tensors(kwargs))):
             self.end()
 
 
@@ -249,7 +250,7 @@ def _is_worth_it(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     if any(value for name, value in given.items() if "dropout" in name):
         return False
     if f"{func.namespace}.{func.overloadpacket.__name__}" in BATCHED:
-        return bool(result.numel() <= sum(each.numel() for each in _tensors(args)))
+        return bool(result.numel() <= sum(tensor.numel() for tensor in nested_tensors(args)))
     return True
 
 
@@ -272,11 +273,3 @@ def _detached(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(map(_detached, value))
     return value
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)

@@ -14,26 +14,14 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from finetune.architecture.attention import LENGTHS
+from finetune.architecture.by_document import RowDocuments
 from finetune.architecture.loss import decoder_of
 
 MOST_KEPT = 64  # sets of frequencies that a module keeps on its device, a few hundred bytes each
-
-
-class _Row:
-    """The documents in this forward's row."""
-
-    lengths: tuple[int, ...] | None = None
-
-    def __deepcopy__(self, memo: object) -> _Row:
-        return self
-
-    def of_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.lengths = kwargs.get(LENGTHS)
 
 
 def rotate_by_document(model: PreTrainedModel) -> None:
@@ -42,10 +30,10 @@ def rotate_by_document(model: PreTrainedModel) -> None:
     Changes only those module instances in `model` that choose frequencies by a text's length. Other forwards run the
     library's code.
     """
-    modules: list[Any] = [each for each in model.modules() if any(map(_by_length, _kinds(each)))]
+    modules: list[Any] = [module for module in model.modules() if any(map(_by_length, _kinds(module)))]
     if not modules:
         return
-    row = _Row()
+    row = RowDocuments()
     decoder_of(model).register_forward_pre_hook(row.of_forward, with_kwargs=True)
     for module in modules:
         module.finetune_row, module.finetune_frequencies = row, {}
@@ -68,17 +56,16 @@ def _by_length(kind: str) -> bool:
 
 @torch.no_grad()
 def _forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-    given: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}
-    lengths = module.finetune_row.lengths
-    kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    given, name, kind, lengths = dict[str, Any](), "inv_freq", module.rope_type, module.finetune_row.lengths
+    if layer_type is not None:
+        given, name, kind = {"layer_type": layer_type}, f"{layer_type}_inv_freq", kind[layer_type]
     if not lengths or sum(lengths) != position_ids.shape[-1] or not _by_length(kind):
         return type(module).forward(module, x, position_ids, **given)
     rotate = inspect.unwrap(type(module).forward)  # without the decorator that looks up the length
-    name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
     librarys, parts, start = getattr(module, name), [], 0
-    counting = [(_length_that_counts(module, kind, layer_type, each), each) for each in lengths]
+    counting = [(_length_that_counts(module, kind, layer_type, length), length) for length in lengths]
     try:
-        for length, run in groupby(counting, key=lambda each: each[0]):  # neighbours with the same frequencies
+        for length, run in groupby(counting, key=lambda pair: pair[0]):  # neighbours with the same frequencies
             end = start + sum(tokens for _, tokens in run)
             setattr(module, name, _frequencies(module, kind, layer_type, length, x.device))
             parts.append(rotate(module, x, position_ids[..., start:end], **given))
@@ -87,7 +74,7 @@ def _forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | Non
         setattr(module, name, librarys)
     if isinstance(parts[0], Tensor):
         return torch.cat(parts, dim=-2)
-    return tuple(torch.cat(each, dim=-2) for each in zip(*parts, strict=True))
+    return tuple(torch.cat(part, dim=-2) for part in zip(*parts, strict=True))
 
 
 def _length_that_counts(module: Any, kind: str, layer_type: str | None, length: int) -> int | None:
@@ -111,15 +98,17 @@ def _frequencies(module: Any, kind: str, layer_type: str | None, length: int | N
     if key not in kept:
         if length is None:
             prefix = "" if layer_type is None else f"{layer_type}_"
-            found: Tensor = getattr(module, f"{prefix}original_inv_freq")
+            frequencies: Tensor = getattr(module, f"{prefix}original_inv_freq")
         else:
             given = {} if layer_type is None else {"layer_type": layer_type}
             # A tensor, as in the library: Python would compute `dynamic`'s power in float64. longrope only compares.
             seq_len: Any = length if kind == "longrope" else torch.tensor(length)
-            found, _ = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=seq_len, **given)
-        if found.device != device:
-            found = (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
+            frequencies, _ = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=seq_len, **given)
+        if frequencies.device != device:
+            frequencies = (frequencies.pin_memory() if device.type == "cuda" else frequencies).to(
+                device, non_blocking=True
+            )
         if len(kept) >= MOST_KEPT:
             kept.clear()
-        kept[key] = found
+        kept[key] = frequencies
     return kept[key]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ from finetune.architecture.operations import (
     Watching,
     counts_positions,
     mixes_positions,
+    nested_tensors,
     place,
-    placed_tensors,
     token_axes,
 )
 
@@ -75,10 +76,10 @@ def check_documents_isolated(kind: Architecture, config: PreTrainedConfig, *, is
         **others: Any,
     ) -> tuple[Tensor, None]:
         if isolated:
-            asked: dict[str, Any] = {"sinks": s_aux is not None, "cap": softcap, "dropout": dropout}
-            refuse_unknown(module, attention_mask, cu_seq_lens, others, **asked)
+            options: dict[str, Any] = {"sinks": s_aux is not None, "cap": softcap, "dropout": dropout}
+            refuse_unknown(module, attention_mask, cu_seq_lens, others, **options)
         calls.append((module, sliding_window))
-        return _answer(query, value), None
+        return _attend(module, query, key, value)
 
     AttentionInterface.register(TRIED, attend)
     model, batch = _structure(kind, config, TRIED), _batch()
@@ -96,7 +97,7 @@ def check_documents_isolated(kind: Architecture, config: PreTrainedConfig, *, is
         model = _structure(kind, config, TRIED)
         run_by_document(model, mixers)
         again = _run(model, batch, mixers)
-        if again.found:
+        if again.mixing:
             raise Unsuitable(again.first_problem())
         seen.tables = again.tables  # without those that are counted inside of a document
     if seen.tables and not seen.positions_read:
@@ -119,7 +120,7 @@ def _windows_known(config: PreTrainedConfig, calls: Sequence[tuple[nn.Module, in
     """
     kinds: list[str] = getattr(config, "layer_types", None) or []
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    windowed = sum(1 for _, each in calls if each is not None)
+    windowed = sum(1 for _, passed in calls if passed is not None)
     for module, _ in calls:
         layer = getattr(module, "layer_idx", None)
         named = [kinds[layer]] if kinds and layer is not None else kinds
@@ -127,8 +128,11 @@ def _windows_known(config: PreTrainedConfig, calls: Sequence[tuple[nn.Module, in
             raise Unsuitable(f"has layers of kind {unknown[0]}, which document-isolated attention does not compute")
         if "chunked_attention" in named and chunk_of(module) is None:
             raise Unsuitable("has chunks of attention that do not reach it")
-    if windowed != kinds.count("sliding_attention") if kinds else window and not windowed:
-        expected = kinds.count("sliding_attention") if kinds else len(calls)
+    expected, is_wrong = len(calls), bool(window) and not windowed
+    if kinds:
+        expected = kinds.count("sliding_attention")
+        is_wrong = windowed != expected
+    if is_wrong:
         raise Unsuitable(f"has a sliding window in {expected} of its layers, and tells {windowed} of its attentions")
     if not kinds and getattr(config, "attention_chunk_size", None):
         raise Unsuitable("has chunks of attention that do not reach it")
@@ -143,7 +147,7 @@ def _refuse_masked(kind: Architecture, config: PreTrainedConfig, seen: Positions
     masked = _run(model, _batch())
     for path in seen.outermost():
         takes_mask = any(len(axes) > 1 for axes in masked.given.get(path, {}).values())
-        if takes_mask and seen.found[path] != {COUNTED}:
+        if takes_mask and seen.mixing[path] != {COUNTED}:
             raise Unsuitable(seen.problem(path))
 
 
@@ -174,7 +178,7 @@ def _register_masks(look: Callable[[Tensor | None], None]) -> None:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
     ) -> tuple[Tensor, None]:
         look(attention_mask)
-        return _answer(query, value), None
+        return _attend(module, query, key, value)
 
     AttentionInterface.register(MASKED, attend)
     AttentionMaskInterface.register(MASKED, mask)
@@ -199,10 +203,7 @@ def check_head_is_last(
 def _head_is_last(
     kind: Architecture, config: PreTrainedConfig, implementation: str | None, *, layers: int | None = None
 ) -> LogitTransform:
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return _answer(query, value), None
-
-    AttentionInterface.register(TRIED, attend)
+    AttentionInterface.register(TRIED, _attend)
     model = _structure(kind, config, implementation if implementation in ("sdpa", "eager") else TRIED)
     for layer in model.modules():
         if getattr(layer, "is_causal", True) is False:  # perhaps of a vision tower, which text does not run
@@ -212,21 +213,15 @@ def _head_is_last(
     for decoder in list(model.modules()):  # OPT's head takes what the decoder inside of its base model gives
         if isinstance(decoder, PreTrainedModel) and decoder is not model:
             decoder.register_forward_hook(operations.decoder_ended)
-        if layers is not None:
-            _leave_first(decoder, layers)
+        for name, child in list(decoder.named_children()) if layers is not None else ():
+            if isinstance(child, nn.ModuleList) and all(isinstance(part, GradientCheckpointingLayer) for part in child):
+                setattr(decoder, name, child[:layers])  # leave the first
     with torch.no_grad(), Watching(operations.look):
         if layers is None:
             assert isinstance(decoder_of(model)(**_batch(), use_cache=False).last_hidden_state, Tensor)
         logits = model(**_batch(), use_cache=False).logits
     head: Any = model.get_output_embeddings()
     return transform_of(operations.seen, head, logits)
-
-
-def _leave_first(module: nn.Module, layers: int) -> None:
-    """Leave the first of the decoder layers that this module holds."""
-    for name, child in list(module.named_children()):
-        if isinstance(child, nn.ModuleList) and all(isinstance(each, GradientCheckpointingLayer) for each in child):
-            setattr(module, name, child[:layers])
 
 
 class _CountsOnMeta(TorchFunctionMode):
@@ -242,11 +237,7 @@ def experts_chosen(kind: Architecture, config: PreTrainedConfig) -> int:
     """The number of experts per token. Raises Unsuitable if transformers has no auxiliary loss for this architecture,
     or one with other sizes than the choice among each router's logits.
     """
-
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return _answer(query, value), None
-
-    AttentionInterface.register(TRIED, attend)
+    AttentionInterface.register(TRIED, _attend)
     model: Any = _structure(kind, config, TRIED)
     if not hasattr(config.get_text_config(), "output_router_logits"):
         raise Unsuitable("has no router of experts")
@@ -284,9 +275,9 @@ def _batch() -> dict[str, Any]:
     return {"input_ids": ids, "position_ids": positions}
 
 
-def _answer(query: Tensor, value: Tensor) -> Tensor:
+def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """An empty result of an attention: [rows, tokens, heads, head_dim]."""
-    return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+    return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 # Operations that change no value.
@@ -325,7 +316,8 @@ def transform_of(operations: Iterable[_Operation], head: Any, logits: Tensor) ->
     current: Tensor | None = None
     products, inner, outer = 0, 1.0, None
     for name, args, result in operations:
-        values = [tensor for _, tensor in placed_tensors(args) if not _is_weight(tensor, views)]
+        values = [tensor for tensor in nested_tensors(args) if not isinstance(tensor, nn.Parameter)]
+        values = [tensor for tensor in values if not any(tensor is view for view in views)]
         if not values and name in LAYOUT:
             views.append(result)
             continue
@@ -334,9 +326,17 @@ def transform_of(operations: Iterable[_Operation], head: Any, logits: Tensor) ->
         current = result
         if name in SUMMED and args[SUMMED[name][0]] is values[0]:
             products += 1
-        elif name in SCALED and values[0] is args[0] and _is_number(args[1]) and (products or head.bias is None):
+        elif (
+            name in SCALED
+            and values[0] is args[0]
+            and isinstance(args[1], int | float)
+            and (products or head.bias is None)
+        ):
             number = float(args[1]) if name == "mul" else 1 / args[1]
-            inner, outer = (inner * number, None) if outer is None else (inner, outer * number)
+            if outer is None:
+                inner *= number
+            else:
+                outer *= number
         elif name == "tanh" and outer is None and products:
             outer = 1.0
         elif name not in LAYOUT:
@@ -344,14 +344,6 @@ def transform_of(operations: Iterable[_Operation], head: Any, logits: Tensor) ->
     if products != 1 or tuple(logits.shape) != (1, TOKENS, head.weight.shape[0]) or logits is not current:
         raise Unsuitable("changes its logits, which the fused loss does not know")
     return LogitTransform(inner, outer)
-
-
-def _is_weight(tensor: Tensor, views: Iterable[Tensor]) -> bool:
-    return isinstance(tensor, nn.Parameter) or any(tensor is view for view in views)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def _unknown(name: str) -> Unsuitable:
@@ -368,42 +360,36 @@ class Positions:
         """`mixers` are run document by document here, and cut and join rows for that."""
         self.cutting = {mixer.path for mixer in mixers}
         self.model, self.positions, self.positions_read, self.tables = model, positions, False, False
-        self.found: dict[str, set[str]] = {}  # path of the innermost module -> operations
+        self.mixing: dict[str, set[str]] = {}  # path of the innermost module -> operations
         self.given: dict[str, dict[str, tuple[int, ...]]] = {}
         self.returned: dict[str, dict[str, tuple[int, ...]]] = {}
         self.running: list[str] = []
         for path, module in model.named_modules():
             if path and not type(module).__module__.startswith("torch."):
-                module.register_forward_pre_hook(self._begins(path), with_kwargs=True)
-                module.register_forward_hook(self._ends(path))
+                module.register_forward_pre_hook(partial(self._begin, path), with_kwargs=True)
+                module.register_forward_hook(partial(self._end, path))
 
-    def _begins(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.running.append(path)
-            self._keep(self.given, path, token_axes(args) | token_axes(kwargs))
+    def _begin(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.running.append(path)
+        self._keep(self.given, path, token_axes(args) | token_axes(kwargs))
 
-        return hook
-
-    def _ends(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.running.pop()
-            self._keep(self.returned, path, token_axes(output))
-
-        return hook
+    def _end(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.running.pop()
+        self._keep(self.returned, path, token_axes(output))
 
     def _keep(self, where: dict[str, Any], path: str, axes: dict[str, tuple[int, ...]]) -> None:
         if where.setdefault(path, axes) != axes:  # a module that several layers share, and give different things
             where[path] = {"": ()}
 
     def look(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.positions_read |= any(tensor is self.positions for _, tensor in placed_tensors(args))
+        self.positions_read |= any(tensor is self.positions for tensor in nested_tensors(args))
         self.tables |= counts_positions(name, args, result)
         if name == "arange" and result.numel() == TOKENS:
-            self.found.setdefault(self._here(), set()).add(COUNTED)
+            self.mixing.setdefault(self._here(), set()).add(COUNTED)
         elif name in ("slice", "cat") and self._here() in self.cutting:
             return
         elif mixes_positions(name, func, args, kwargs, result):
-            self.found.setdefault(self._here(), set()).add(name)
+            self.mixing.setdefault(self._here(), set()).add(name)
 
     def _here(self) -> str:
         if self.running:
@@ -416,7 +402,7 @@ class Positions:
         def inside(path: str, other: str) -> bool:
             return path != other and (not other or path.startswith(f"{other}."))
 
-        return [path for path in self.found if not any(inside(path, other) for other in self.found)]
+        return [path for path in self.mixing if not any(inside(path, other) for other in self.mixing)]
 
     def mixers(self) -> tuple[Mixer, ...]:
         """The modules to be run document by document. Raises Unsuitable where one of them cannot be."""
@@ -434,7 +420,7 @@ class Positions:
     def problem(self, path: str) -> str:
         """A sentence about this module's fault."""
         kind = type(self.model.get_submodule(path)).__name__
-        operations = sorted(self.found[path] - {COUNTED})
+        operations = sorted(self.mixing[path] - {COUNTED})
         if not operations:
             return f"counts positions of its own ({kind})"
         return f"brings positions together outside of its attention ({kind}: {operations[0]})"

@@ -42,7 +42,7 @@ def largest_setting(config: Any, *names: str) -> int | None:
     """
     settings = config.to_dict()
     layers = [settings, *(settings.get("per_layer_config") or {}).values()]
-    return max((value for each in layers for name in names if isinstance(value := each.get(name), int)), default=None)
+    return max((value for layer in layers for name in names if isinstance(value := layer.get(name), int)), default=None)
 
 
 def kernel_width(head_dim: int) -> int:
@@ -81,8 +81,9 @@ def attend_on_cuda(
     q, k, v = (widened(x, width) for x in (q, k, v))
     # (window - 1, 0): window - 1 tokens to the left of each, none to the right; (-1, 0) is plain causal.
     # A compiled layer compares nothing with a number that differs from row to row: each outcome would be a graph.
-    wide = window is None or (not torch.compiler.is_compiling() and window >= longest)
-    tokens_before = -1 if window is None or wide else window - 1
+    tokens_before = -1
+    if window is not None and (torch.compiler.is_compiling() or window < longest):
+        tokens_before = window - 1
     options: dict[str, Any] = {"scale": scale}
     if "window_size" in parameters:
         options["window_size"] = (tokens_before, 0)
@@ -143,19 +144,12 @@ class _WithSinks(torch.autograd.Function):
             "scale": ctx.options["scale"],
             "window_size": list(ctx.options.get("window_size", (-1, 0))),
         }
-        return (*_kernels_backward(given), grad_sinks, None, None, None)
-
-
-def _kernels_backward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, by the operator that the public function's own backward calls.
-
-    torch has no public name for it, and its arguments differ between releases; tests/architecture/test_varlen_kernel.py
-    turns red where one is unknown here.
-    """
-    _varlen()  # which registers it
-    operator: Any = torch.ops.torch_attn._varlen_attn_backward.default
-    names = [argument.name for argument in operator._schema.arguments]
-    return cast("tuple[Tensor, Tensor, Tensor]", operator(*(given[name] for name in names)))
+        # The operator that the public function's own backward calls. torch has no public name for it, and its arguments
+        # differ between releases; tests/architecture/test_varlen_kernel.py turns red where one is unknown here.
+        _varlen()  # which registers it
+        operator: Any = torch.ops.torch_attn._varlen_attn_backward.default
+        grads = operator(*(given[argument.name] for argument in operator._schema.arguments))
+        return (*grads, grad_sinks, None, None, None)
 
 
 def _varlen() -> Any:

@@ -69,8 +69,7 @@ def init(
         str, typer.Argument(metavar="FILE", help="A data file, a folder, or a Hub data set.", show_default=False)
     ],
     columns: Annotated[
-        str | None,
-        typer.Option(help="Our columns to yours: 'instruction=frage,output=antwort'.", show_default=False),
+        str | None, typer.Option(help="Our columns to yours: 'instruction=frage,output=antwort'.", show_default=False)
     ] = None,
     labels: Annotated[
         str | None, typer.Option(help="Judged answers: 'up=true,down=false'.", show_default=False)

@@ -6,7 +6,6 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 from finetune.recipe.adapter_config import names_a_folder
@@ -20,13 +19,7 @@ _READ = " ".join(f"--include '*.{suffix}'" for suffix in ("safetensors", "json",
 
 def download_lines(recipe: Recipe) -> list[str]:
     """Shell lines, each with the override that it needs; empty if everything is here. Asks nothing of a network."""
-    lines = [*_model_lines(recipe), *_data_lines(recipe)]
-    head = "not on this machine yet; where there is no internet, bring these first:"
-    return [head, *lines, "  then: HF_HUB_OFFLINE=1 finetune train ..."] if lines else []
-
-
-def _model_lines(recipe: Recipe) -> Iterator[str]:
-    model, section = recipe.model, recipe.preferences
+    model, section, lines = recipe.model, recipe.preferences, list[str]()
     named = [(model.name_or_path, model.revision)]
     if model.adapter is not None and not names_a_folder(model.adapter):
         named.append((model.adapter, model.adapter_revision))
@@ -34,10 +27,7 @@ def _model_lines(recipe: Recipe) -> Iterator[str]:
         named.append((section.reference, "main"))
     for name, revision in dict.fromkeys(named):
         if is_repository(name) and not os.path.isdir(name) and not _cached(name, revision):
-            yield f"  hf download {name}{_at(revision)} {_READ}"
-
-
-def _data_lines(recipe: Recipe) -> Iterator[str]:
+            lines.append(f"  hf download {name}{_at(revision)} {_READ}")
     entries = {f"data.train.{index}": entry for index, entry in enumerate(recipe.data.train)}
     if isinstance(recipe.data.eval, list):
         entries |= {f"data.eval.{index}": entry for index, entry in enumerate(recipe.data.eval)}
@@ -50,9 +40,13 @@ def _data_lines(recipe: Recipe) -> Iterator[str]:
             if folder in folders.values():  # another owner's, or another revision
                 folder += f"-{len(folders) + 1}"
             folders[entry.path, entry.revision] = folder
-            yield f"  hf download {entry.path}{_at(entry.revision)} --repo-type dataset --local-dir {folder}"
+            lines.append(f"  hf download {entry.path}{_at(entry.revision)} --repo-type dataset --local-dir {folder}")
         files = f" {key}.name=null, and the files of {entry.name!r} there in {key}.data_files" if entry.name else ""
-        yield f"  with {key}.path={folders[entry.path, entry.revision]}{files}"
+        lines.append(f"  with {key}.path={folders[entry.path, entry.revision]}{files}")
+    if lines:
+        lines.insert(0, "not on this machine yet; where there is no internet, bring these first:")
+        lines.append("  then: HF_HUB_OFFLINE=1 finetune train ...")
+    return lines
 
 
 def _prepared(entry: DataSet) -> bool:

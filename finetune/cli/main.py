@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from finetune import __version__, planner
-from finetune.cli import compare_verb, data_verbs, run_verbs, train_verb
+from finetune.cli import data_verbs, run_verbs, train_verbs
 from finetune.cli.app import AsJson, Overrides, RecipeFile, app, name_next, run_verb, say, say_begun, ticking, user_path
 from finetune.cli.downloads import download_lines
 from finetune.cli.recipe_list import as_table, find_recipes
@@ -31,13 +31,12 @@ from finetune.recipe.mixed_precision import fastest_for
 from finetune.recipe.optimizers import far_rate
 from finetune.recipe.reference import write_generated
 from finetune.recipe.resolved import resolved_yaml
-from finetune.recipe.sections.engine_keys import engine_notes
-from finetune.recipe.strategy import strategy_of
+from finetune.recipe.strategy_fit import refuse_recipe
 from finetune.redaction import hide_in, hide_secrets, known_secrets
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"finetune {__version__}")
         raise typer.Exit
 
@@ -100,7 +99,7 @@ def check(
                 typer.echo("\n".join(written))
             return {"ok": True, "files": written}
         loaded = load_recipe(recipe, overrides or [], here=True)
-        strategy = strategy_of(loaded.recipe)
+        strategy = refuse_recipe(loaded.recipe)
         if loaded.recipe.quantization is not None:
             from finetune.model.known_configs import config_here
             from finetune.model.mixtures import refuse_mixture
@@ -108,7 +107,6 @@ def check(
             section = loaded.recipe.model
             refuse_mixture(loaded.recipe, strategy, config_here(section.name_or_path, section.revision))
         notes = [*strategy.notes]
-        notes += engine_notes(strategy.section("deepspeed_config"), loaded.recipe.training.mixed_precision)
         result: dict[str, Any] = {"ok": True, "path": str(recipe)}
         batch_notes: list[str] = []
         if data:
@@ -344,8 +342,8 @@ VERBS: dict[str, Callable[..., None]] = {
     "plan": plan,
     "list": list_recipes,
     "rehearse": rehearse,
-    "train": train_verb.train,
-    "compare": compare_verb.compare,
+    "train": train_verbs.train,
+    "compare": train_verbs.compare,
     "status": run_verbs.status,
     "report": run_verbs.report,
     "chat": run_verbs.chat,
@@ -386,22 +384,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     for (verb, option), instead in _REMOVED.items():
         if words[:1] == [verb] and (not option or option in (word.partition("=")[0] for word in words)):
             line = f"{verb} {option}".rstrip() + f": is not there any more; {instead}"
-            print(
-                json.dumps({"ok": False, "exit_code": 2, "mistakes": [line]}) if "--json" in words else line,
-                file=sys.stdout if "--json" in words else sys.stderr,
-            )
+            if "--json" in words:
+                print(json.dumps({"ok": False, "exit_code": 2, "mistakes": [line]}))
+            else:
+                print(line, file=sys.stderr)
             return 2
     # Frames and lines broken at 80 columns are for a terminal. In a file or a pipe each message is one line, for grep.
     program = _program(words[0] if words else "", sys.stdout.isatty() and sys.stderr.isatty())
     try:
         with plain_output():
             if "--json" in words:
-                return _main_in_json(program, words)
+                return program(args=words, prog_name="finetune", standalone_mode=False) or 0
             program(args=words, prog_name="finetune")
+    except _UsageError as error:  # with --json a mistake in the line itself is one JSON object too
+        typer.echo(json.dumps({"ok": False, "exit_code": error.exit_code, "mistakes": [error.format_message()]}))
+        return int(error.exit_code)
     except SystemExit as end:
-        if isinstance(end.code, int):
-            return end.code
-        return int(bool(end.code))
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
     return 0
 
 
@@ -418,15 +417,6 @@ def _program(verb: str, frames: bool) -> Any:
 
 # click's UsageError: typer has its own copy of click in newer versions, and a public name for this child alone.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
-
-
-def _main_in_json(program: Any, words: list[str]) -> int:
-    """A command line with --json: a mistake in the line itself is one JSON object too. Returns the exit code."""
-    try:
-        return program(args=words, prog_name="finetune", standalone_mode=False) or 0
-    except _UsageError as error:
-        typer.echo(json.dumps({"ok": False, "exit_code": error.exit_code, "mistakes": [error.format_message()]}))
-        return int(error.exit_code)
 
 
 def console() -> NoReturn:

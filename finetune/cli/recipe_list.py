@@ -70,12 +70,17 @@ def find_recipes(gpus: str | None = None, model: str | None = None, folder: Path
         if not of_model:
             names = ", ".join(sorted({listed.model for listed in every}))
             return Found([], left_out, f"no recipe for a model called {model}; there are: {names}")
-    fitting = [listed for listed in of_model if available is None or _fits(listed.budget, available)]
+    fitting = []
+    for listed in of_model:
+        budget, room = listed.budget, available or listed.budget
+        enough_gpus = budget.gpus <= room.gpus and budget.nodes <= room.nodes
+        if not budget.gpus or (enough_gpus and budget.gpu_memory_gb <= room.gpu_memory_gb):
+            fitting.append(listed)
     if not fitting:
         smallest = min(of_model, key=_total_memory)
         headline = "no recipe fits" if not model else f"no recipe for {model} fits"
-        budget = budget_text(smallest.budget)
-        return Found([], left_out, f"{headline} into {gpus}; the smallest is {smallest.name}, for {budget}")
+        made_for = budget_text(smallest.budget)
+        return Found([], left_out, f"{headline} into {gpus}; the smallest is {smallest.name}, for {made_for}")
     fitting.sort(key=lambda listed: listed.name)
     fitting.sort(key=_total_memory, reverse=available is not None)
     return Found(fitting, left_out)
@@ -126,13 +131,6 @@ def budget_text(budget: Budget) -> str:
     if budget.nodes > 1:
         return f"{budget.nodes} x {text}"
     return text
-
-
-def _fits(budget: Budget, available: Budget) -> bool:
-    if not budget.gpus:
-        return True
-    enough_gpus = budget.gpus <= available.gpus and budget.nodes <= available.nodes
-    return enough_gpus and budget.gpu_memory_gb <= available.gpu_memory_gb
 
 
 def _total_memory(listed: Listed) -> tuple[float, int]:

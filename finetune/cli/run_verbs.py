@@ -219,8 +219,7 @@ def evaluate(
     ] = None,
     scorer_seconds: ScorerSeconds = 10.0,
     data: Annotated[
-        Path | None,
-        typer.Option(parser=user_path, help="Rows to answer; the held-out ones.", show_default=False),
+        Path | None, typer.Option(parser=user_path, help="Rows to answer; the held-out ones.", show_default=False)
     ] = None,
     columns: AskedColumns = None,
     max_new_tokens: Annotated[
@@ -229,8 +228,7 @@ def evaluate(
     general: Annotated[bool, typer.Option("--general", help="General questions too: what was forgotten?")] = False,
     loss_only: Annotated[bool, typer.Option("--loss-only", help="Generate no answers.")] = False,
     fail_under: Annotated[
-        list[str] | None,
-        typer.Option(help="METRIC=VALUE: exit code 5 below it; may be repeated.", show_default=False),
+        list[str] | None, typer.Option(help="METRIC=VALUE: exit code 5 below it; may be repeated.", show_default=False)
     ] = None,
     tasks: Annotated[
         str | None, typer.Option(help="lm-eval's benchmarks too, with commas between.", show_default=False)
@@ -408,8 +406,7 @@ def merge(
         str | None, typer.Option(help="bfloat16, float16 or float32; the recipe's model.dtype.", show_default=False)
     ] = None,
     base: Annotated[
-        str | None,
-        typer.Option(help="Under a quantised base: own or dequantized; dequantized.", show_default=False),
+        str | None, typer.Option(help="Under a quantised base: own or dequantized; dequantized.", show_default=False)
     ] = None,
     verify: Annotated[int, typer.Option(min=0, help="Held-out documents to compare by; 0: none.")] = 64,
     gguf: Annotated[
@@ -498,10 +495,7 @@ def export(
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--to",
-            parser=user_path,
-            help="Output folder; exports/ or serving/ of the run.",
-            show_default=False,
+            "--to", parser=user_path, help="Output folder; exports/ or serving/ of the run.", show_default=False
         ),
     ] = None,
     engine: Annotated[

@@ -70,10 +70,7 @@ def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) ->
         (OPTIMIZERS[training.optim].moment_bytes is not None, f"training.optim: {training.optim}"),
         (quantization and quantization.load_in_8bit, "quantization.load_in_8bit"),
         (recipe.model.load_in_fp8 and training.keeps_products, "model.load_in_fp8 with selective recomputation"),
-        (
-            lora and (lora.use_dora or lora.lora_dropout or lora.modules_to_save),
-            "lora: DoRA, dropout, modules_to_save",
-        ),
+        (lora and (lora.use_dora or lora.lora_dropout or lora.modules_to_save), "lora: DoRA, dropout, modules_to_save"),
         (lora and (lora.target_parameters or lora.names_single_layers), "lora: target_parameters, or names of layers"),
         (lora and recipe.model.new_tokens, "lora: with model.add_tokens"),
         (lora and recipe.model.dtype == "float32", "model.dtype: float32 under lora"),

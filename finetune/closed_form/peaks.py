@@ -22,10 +22,11 @@ def _always_live(rank: RankSizes, *, gradients: int, activations: int, casts: in
     """The bytes at every moment in forward and backward."""
     rope = 2 * HALF * rank.tokens * rank.shape.head_size  # cos and sin [T, head_size]
     batch = 32 * rank.tokens  # input_ids, position_ids, shift_labels and supervised [T] int64
+    copies = HALF * rank.trained_weights * rank.casts_once  # from a step's first forward to its last backward
     live = {
         c.GRADIENTS: gradients,
         c.ACTIVATIONS: activations + rope + batch,
-        c.CAST_WEIGHTS: casts + rank.copied_bytes,
+        c.CAST_WEIGHTS: casts + copies,
         c.GATHERED_LAYERS: rank.always_gathered_bytes,
     }
     return Bytes(rank.static | live)

@@ -103,11 +103,6 @@ class RankSizes:
         return 0
 
     @cached_property
-    def copied_bytes(self) -> int:
-        """All weights' copies in bfloat16, from a step's first forward to its last backward: cast_weights.py."""
-        return HALF * self.trained_weights * self.casts_once
-
-    @cached_property
     def cast_layer_bytes(self) -> int:
         """One layer's adapters as bfloat16 copies, which autocast keeps until backward."""
         return sum(step.cast_weights for step in self.layer_steps)

@@ -81,8 +81,8 @@ class Reduction:
     @property
     def facts(self) -> dict[str, Any]:
         """For the receipt and JSON."""
-        how = "once a step" if self.once else "after each micro-batch"
-        return {"once": self.once, "why": self.why, "line": f"gradients: reduced {how}, because {self.why}"}
+        moment = "once a step" if self.once else "after each micro-batch"
+        return {"once": self.once, "why": self.why, "line": f"gradients: reduced {moment}, because {self.why}"}
 
 
 def choose_reduction(
@@ -116,8 +116,8 @@ def choose_reduction(
         return Reduction(False, f"there is no closed form for {why}")
     if recipe.preferences is not None and recipe.lora is None:  # its backward computes the head's logits once more
         return Reduction(False, "there is no closed form for pairs under all weights")
-    found = estimate(estimated, config, room, keeps_gradients=True)
-    need = found.upper if gpus else ON_HOST * found.needed
+    plan = estimate(estimated, config, room, keeps_gradients=True)
+    need = plan.upper if gpus else ON_HOST * plan.needed
     sizes = f"{need / GIB:.1f} of {room.memory / GIB:.1f} GiB"
     if need > room.memory:
         return Reduction(False, f"until the last one the plan may need {sizes}")

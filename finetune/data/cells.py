@@ -158,28 +158,22 @@ def json_text(text: str, place: str) -> Any:
     try:
         return parse_json(text)
     except BadRow as error:
+        # Only single strings are evaluated as Python, so nothing nests and nothing runs.
+        # [{'role': 'user', 'content': "It's"}\n {'role': ...}]   numpy writes no comma between objects
+        parts, end = [], 0
         try:
-            return parse_json(_python_as_json(text))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # an escape that Python does not know
+                for match in _PYTHON_STRING.finditer(text):
+                    parts += [text[end : match.start()], json.dumps(ast.literal_eval(match.group()))]
+                    end = match.end()
+            parts.append(text[end:])
+            for index in range(0, len(parts), 2):  # between the strings
+                for pattern, replaced in _PYTHON_WORDS:
+                    parts[index] = pattern.sub(replaced, parts[index])
+            return parse_json("".join(parts))
         except (BadRow, ValueError, SyntaxError, SyntaxWarning, DeprecationWarning):
             raise BadRow(f"{place}: {error}") from None
-
-
-def _python_as_json(text: str) -> str:
-    """A Python value's text as JSON. Only single strings are evaluated, so nothing nests and nothing runs.
-
-    [{'role': 'user', 'content': "It's"}\n {'role': ...}]   numpy writes no comma between objects
-    """
-    parts, end = [], 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # an escape that Python does not know
-        for match in _PYTHON_STRING.finditer(text):
-            parts += [text[end : match.start()], json.dumps(ast.literal_eval(match.group()))]
-            end = match.end()
-    parts.append(text[end:])
-    for place in range(0, len(parts), 2):  # between the strings
-        for pattern, replaced in _PYTHON_WORDS:
-            parts[place] = pattern.sub(replaced, parts[place])
-    return "".join(parts)
 
 
 def check_inside(value: Any, place: str) -> None:

@@ -304,9 +304,13 @@ def _prompt_before(
         line = in_yaml({"instruction": layout.columns.get("prompt", "prompt")})
         raise BadRow(f"{layout.place('input')} belongs to a question that becomes a chat; write columns: {line}")
     if prompt is None:
-        if answers_are_texts:
-            raise BadRow(_missing_prompt(view, layout))
-        return []
+        if not answers_are_texts:
+            return []
+        answer = next(name for name in (*_ANSWERS, "completion") if name in view)
+        others = [name for name, value in view.items() if isinstance(value, str) and name not in (*_ANSWERS, answer)]
+        question = next((name for name in (*QUESTION_WORDS, *others) if name in others), "...")
+        line = in_yaml({**layout.columns, "instruction": question})
+        raise BadRow(f"'prompt' is missing beside answers that are texts; add it, or columns: {line}")
     if isinstance(prompt, list | dict):
         turns = _read_turns(prompt, "prompt", layout)
         if turns[-1].get("role") == "assistant":
@@ -322,15 +326,6 @@ def _prompt_before(
     if not text.strip():
         return []
     return [{"role": "user", "content": text}]
-
-
-def _missing_prompt(view: Mapping[str, Any], layout: RowLayout) -> str:
-    """The message for answers that are texts, without a prompt."""
-    answer = next(name for name in (*_ANSWERS, "completion") if name in view)
-    texts = [column for column, value in view.items() if isinstance(value, str) and column not in (*_ANSWERS, answer)]
-    question = next((column for column in (*QUESTION_WORDS, *texts) if column in texts), "...")
-    line = in_yaml({**layout.columns, "instruction": question})
-    return f"'prompt' is missing beside answers that are texts; add it, or columns: {line}"
 
 
 def is_blank_turn(turn: Any) -> bool:
@@ -383,11 +378,8 @@ def _read_prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat 
         return _supervised_from(chat, len(completion), "'completion' has no assistant turn to supervise; add one")
     for column in (*OF_CHATS, "history", *REASONING_COLUMNS):
         if view.get(column):
-            columns = {
-                "instruction": layout.columns.get("prompt", "prompt"),
-                "output": layout.columns.get("completion", "completion"),
-            }
-            line = in_yaml(columns)
+            names = {"instruction": "prompt", "output": "completion"}
+            line = in_yaml({ours: layout.columns.get(name, name) for ours, name in names.items()})
             raise BadRow(f"{column!r} has no place in texts without a chat template; as chats: columns: {line}")
     prompt_text = checked_text(prompt, layout.place("prompt"), may_be_empty=True)
     return Passage(prompt_text, _needed_text(view, "completion", layout))
@@ -550,7 +542,23 @@ def read_message(message: Any, place: str) -> dict[str, Any]:
     """Check and convert a message: no nulls, no weights, each call's arguments as an object. Raises BadRow."""
     if not isinstance(message, dict):
         raise BadRow(f'{place} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
-    role = _checked_role(message, place)
+    if "role" not in message:
+        hint = "add it: user, assistant, system or tool"
+        if near := nearest("role", message):
+            hint = f"{near!r} is there: rename it"
+        if "from" in message:
+            hint = "'from' is there: this is format: sharegpt; write columns: {conversations: messages}"
+        raise BadRow(f"{place}: 'role' is missing; {hint}")
+    role = message["role"]
+    if not isinstance(role, str) or role not in ROLES:
+        checked_name(role, f"{place}: the role", ROLES)
+        near = OTHER_ROLES.get(role.lower()) or role_of_tools(role) or nearest(role, ROLES)
+        known = f"known are {', '.join(ROLES)};"
+        if near in ROLES:
+            known = f"did you mean {near!r}?"
+        quoted = printable(json.dumps(role, ensure_ascii=False))
+        line = f"roles: {{{quoted}: {near or 'user'}}}"
+        raise ReportedOnce(f"{place}: unknown role {quoted}; {known} or add {line}", quoted)
     result = {key: value for key, value in message.items() if value is not None and key not in TURN_WEIGHTS}
     for key in result:
         if key in MEDIA and result[key]:
@@ -571,33 +579,35 @@ def read_message(message: Any, place: str) -> dict[str, Any]:
         if role != "assistant" and result[key]:
             raise BadRow(f"{place}: {key} on a {role} turn; only the assistant's is supervised: move or remove it")
         result[key] = checked_text(result[key], f"{place}.{key}", may_be_empty=True)
-    return result | {"content": _checked_content(message, place, may_be_empty="tool_calls" in result or role == "tool")}
+    may_be_empty = "tool_calls" in result or role == "tool"
+    if "content" not in message and not may_be_empty:
+        near = nearest("content", [key for key in message if key not in MESSAGE_KEYS], cutoff=0.6)
+        near = near or next((key for key in ("value", "text") if key in message), None)
+        raise BadRow(f"{place}: 'content' is missing; {missing_hint(near, 'add it')}")
+    content = message.get("content")
+    if content is None and may_be_empty:
+        content = ""
+    if isinstance(content, list):  # of parts: [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+        for index, part in enumerate(content):
+            kind, description = None, json_kind(part)
+            if isinstance(part, dict):
+                kind = part.get("type")
+                description = repr(kind)
+                if kind == "text" and isinstance(part.get("text"), str):
+                    continue
+            mistake = f"{place}.content[{index}]: {description} instead of a text part"
+            mistake += "; only text is trained on: remove it"
+            if kind in MEDIA:
+                raise ReportedOnce(mistake, str(kind))
+            raise BadRow(mistake)
+        content = "".join(part["text"] for part in content)
+    result["content"] = checked_text(content, f"{place}.content", may_be_empty=may_be_empty)
+    return result
 
 
 @lru_cache(maxsize=1024)  # a comparison takes 13 us, and most messages of a data set have the same keys
 def _our_key(key: str) -> str | None:
     return nearest(key, MESSAGE_KEYS, cutoff=0.75)
-
-
-def _checked_role(message: Mapping[str, Any], place: str) -> str:
-    if "role" not in message:
-        hint = "add it: user, assistant, system or tool"
-        if near := nearest("role", message):
-            hint = f"{near!r} is there: rename it"
-        if "from" in message:
-            hint = "'from' is there: this is format: sharegpt; write columns: {conversations: messages}"
-        raise BadRow(f"{place}: 'role' is missing; {hint}")
-    role = message["role"]
-    if not isinstance(role, str) or role not in ROLES:
-        checked_name(role, f"{place}: the role", ROLES)
-        near = OTHER_ROLES.get(role.lower()) or role_of_tools(role) or nearest(role, ROLES)
-        known = f"known are {', '.join(ROLES)};"
-        if near in ROLES:
-            known = f"did you mean {near!r}?"
-        quoted = printable(json.dumps(role, ensure_ascii=False))
-        line = f"roles: {{{quoted}: {near or 'user'}}}"
-        raise ReportedOnce(f"{place}: unknown role {quoted}; {known} or add {line}", quoted)
-    return role
 
 
 def role_of_tools(name: str) -> str | None:
@@ -653,32 +663,12 @@ def with_our_role(message: Any, roles: Mapping[str, str], place: str) -> Any:
     return {**message, **calls_in(message.get("content"), f"{place}.content")}
 
 
-def _checked_content(message: Mapping[str, Any], place: str, *, may_be_empty: bool) -> str:
-    if "content" not in message and not may_be_empty:
-        near = nearest("content", [key for key in message if key not in MESSAGE_KEYS], cutoff=0.6)
-        near = near or next((key for key in ("value", "text") if key in message), None)
-        raise BadRow(f"{place}: 'content' is missing; {missing_hint(near, 'add it')}")
-    content = message.get("content")
-    if content is None and may_be_empty:
-        return ""
-    if isinstance(content, list):  # of parts: [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-        for index, part in enumerate(content):
-            kind, description = None, json_kind(part)
-            if isinstance(part, dict):
-                kind = part.get("type")
-                description = repr(kind)
-                if kind == "text" and isinstance(part.get("text"), str):
-                    continue
-            mistake = f"{place}.content[{index}]: {description} instead of a text part"
-            mistake += "; only text is trained on: remove it"
-            if kind in MEDIA:
-                raise ReportedOnce(mistake, str(kind))
-            raise BadRow(mistake)
-        content = "".join(part["text"] for part in content)
-    return checked_text(content, f"{place}.content", may_be_empty=may_be_empty)
-
-
 def _checked_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Calls in OpenAI's form, their arguments as objects. They stand beside the name, or beside `function`.
+
+    {"name": "look", "args": {"at": 1}} becomes {"type": "function", "function": {"name": "look", "arguments": ...}}.
+    A call without a key for them has no arguments. If it has unknown keys instead, they may be meant. Raises BadRow.
+    """
     if not isinstance(calls, list):
         raise BadRow(f'{place} must be a list, this is {json_kind(calls)}; write [{{"type": "function", ...}}]')
     result = []
@@ -689,39 +679,30 @@ def _checked_calls(calls: Any, place: str) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f'{place}[{index}]: a call needs a function name; write {{"function": {{"name": ...}}}}')
         checked_text(function["name"], f"{place}[{index}]: name")
-        result.append(_checked_call(call, function, f"{place}[{index}]"))
+        # A table gives every row the columns of the others, with nulls.
+        given = {key: value for key, value in {**call, **function}.items() if value is not None}
+        names = [key for key in ARGUMENTS if key in given]
+        unknown = [key for key in given if key not in ARGUMENTS and key not in CALL_KEYS]
+        if len(names) > 1:
+            raise BadRow(f"{place}[{index}]: {names[0]!r} and {names[1]!r} are both there; give the arguments once")
+        if not names and unknown:
+            problem = f"'arguments' is missing, and {unknown[0]!r} is unknown; rename it, or add arguments: {{}}"
+            raise BadRow(f"{place}[{index}]: {problem}")
+        arguments = given[names[0]] if names else {}
+        if isinstance(arguments, str):  # as OpenAI; templates want the object
+            arguments = json_text(arguments or "{}", f"{place}[{index}]: {names[0]}")
+        if not isinstance(arguments, dict):
+            kind = json_kind(arguments)
+            raise BadRow(f"{place}[{index}]: {names[0]} must be an object, not {kind}; write {{...}}")
+        check_inside(arguments, f"{place}[{index}]: arguments")
+        outside = {key: value for key, value in call.items() if value is not None and key not in ("name", *ARGUMENTS)}
+        inside = {"name": function["name"]}
+        if function is not call:
+            inside = {key: value for key, value in function.items() if key not in ARGUMENTS}
+        elif outside.get("type") != "custom":  # tool_call, tool_use, function_call: the same in other tools
+            outside["type"] = "function"
+        result.append({"type": "function", **outside, "function": {**inside, "arguments": arguments}})
     return result
-
-
-def _checked_call(call: dict[str, Any], function: dict[str, Any], place: str) -> dict[str, Any]:
-    """A call in OpenAI's form, its arguments as an object. They stand beside the name, or beside `function`.
-
-    {"name": "look", "args": {"at": 1}} becomes {"type": "function", "function": {"name": "look", "arguments": ...}}.
-    A call without a key for them has no arguments. If it has unknown keys instead, they may be meant. Raises BadRow.
-    """
-    # A table gives every row the columns of the others, with nulls.
-    given = {key: value for key, value in {**call, **function}.items() if value is not None}
-    names = [key for key in ARGUMENTS if key in given]
-    unknown = [key for key in given if key not in ARGUMENTS and key not in CALL_KEYS]
-    if len(names) > 1:
-        raise BadRow(f"{place}: {names[0]!r} and {names[1]!r} are both there; give the arguments once")
-    if not names and unknown:
-        raise BadRow(
-            f"{place}: 'arguments' is missing, and {unknown[0]!r} is unknown; rename it, or add arguments: {{}}"
-        )
-    arguments = given[names[0]] if names else {}
-    if isinstance(arguments, str):  # as OpenAI; templates want the object
-        arguments = json_text(arguments or "{}", f"{place}: {names[0]}")
-    if not isinstance(arguments, dict):
-        raise BadRow(f"{place}: {names[0]} must be an object, not {json_kind(arguments)}; write {{...}}")
-    check_inside(arguments, f"{place}: arguments")
-    outside = {key: value for key, value in call.items() if value is not None and key not in ("name", *ARGUMENTS)}
-    inside = {"name": function["name"]}
-    if function is not call:
-        inside = {key: value for key, value in function.items() if key not in ARGUMENTS}
-    elif outside.get("type") != "custom":  # tool_call, tool_use, function_call: the same in other tools
-        outside["type"] = "function"
-    return {"type": "function", **outside, "function": {**inside, "arguments": arguments}}
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -736,15 +717,13 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow(f"'tools' must be a list of JSON schemas, this is {json_kind(tools)}; write [{{\"type\": ...}}]")
     check_inside(tools, "tools")
-    return [_in_envelope(tool) for tool in tools]
-
-
-def _in_envelope(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as servers send it. One that is no function stays as it is: {"type": "web_search"}."""
-    if isinstance(tool.get("function"), dict):
-        return {"type": "function", **tool}
-    if not isinstance(tool.get("name"), str) or tool.get("type", "function") != "function":
-        return tool
-    schema = next((key for key in SCHEMAS if key in tool), None)
-    function = {"parameters" if key == schema else key: value for key, value in tool.items() if key != "type"}
-    return {"type": "function", "function": function}
+    result = []
+    for tool in tools:
+        if isinstance(tool.get("function"), dict):
+            tool = {"type": "function", **tool}
+        elif isinstance(tool.get("name"), str) and tool.get("type", "function") == "function":
+            schema = next((key for key in SCHEMAS if key in tool), None)
+            function = {"parameters" if key == schema else key: value for key, value in tool.items() if key != "type"}
+            tool = {"type": "function", "function": function}
+        result.append(tool)  # one that is no function stays as it is: {"type": "web_search"}
+    return result

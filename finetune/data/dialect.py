@@ -96,7 +96,15 @@ def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None =
     best: tuple[float, int] = (0.0, 0)
     chosen = Dialect(delimiter or ",", encoding)
     for candidate in [delimiter] if delimiter else DELIMITERS:
-        dialect = _with_quotes(Dialect(candidate, encoding), lines)
+        # Quotes are read as quotes, unless the head is a table only if they are read otherwise.
+        dialect = Dialect(candidate, encoding)
+        other = dialect._replace(is_spaced=True)
+        if candidate == "\t":
+            other = dialect._replace(is_quoted=False)
+        cells = [cell for record in _first_records(dialect, lines)[0] for cell in record[1:] if cell]
+        has_spaces = other.is_spaced and len(cells) > 2 and all(cell.startswith(" ") for cell in cells)
+        if has_spaces or _agreement(other, lines)[0] > _agreement(dialect, lines)[0]:
+            dialect = other
         agreeing, width = _agreement(dialect, lines)
         if agreeing >= 0.5 and width > 1 and (agreeing, width) > best:
             best, chosen = (agreeing, width), dialect
@@ -109,22 +117,10 @@ def csv_dialect(file: Path, delimiter: str | None = None, encoding: str | None =
             return chosen._replace(delimiter=candidate)
         is_table = len(below) > 1 and len({*map(len, below)}) == 1 < len(below[0]) and len(first) == 1
         if is_table and candidate != "," and _are_names(below[0]):
-            cells = f"has one cell, and the lines below have {len(below[0])}, separated by {candidate!r}"
+            problem = f"has one cell, and the lines below have {len(below[0])}, separated by {candidate!r}"
             remedy = 'if it is a title, remove it; if each line is one text, write delimiter: ","'
-            raise BadFile(f"{file}:1", f"{cells}; {remedy}")
+            raise BadFile(f"{file}:1", f"{problem}; {remedy}")
     return chosen
-
-
-def _with_quotes(dialect: Dialect, lines: Sequence[str]) -> Dialect:
-    """How the head's quotes are read: as quotes, unless the head is a table only if they are read otherwise."""
-    other = dialect._replace(is_spaced=True)
-    if dialect.delimiter == "\t":
-        other = dialect._replace(is_quoted=False)
-    cells = [cell for record in _first_records(dialect, lines)[0] for cell in record[1:] if cell]
-    has_spaces = other.is_spaced and len(cells) > 2 and all(cell.startswith(" ") for cell in cells)
-    if has_spaces or _agreement(other, lines)[0] > _agreement(dialect, lines)[0]:
-        return other
-    return dialect
 
 
 def _first_records(dialect: Dialect, lines: Sequence[str]) -> tuple[list[list[str]], bool]:

@@ -34,20 +34,26 @@ class RowLayout:
 
     def view(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row by our column names, with turns in a text as a list. Raises BadRow."""
-        view = self._renamed(row)
+        view = dict(row)
+        if self.columns or self.template:
+            view = {ours: cell_of(row, path) for ours, path in self.columns.items() if path in row or "." in path}
+            for ours, text in self.template.items():
+                cells = {}
+                for name in template_fields(text):
+                    value = row.get(name)
+                    if isinstance(value, dict | list):
+                        problem = f"the column {name!r} is {json_kind(value)}; fields take texts and numbers"
+                        raise BadRow(f"template: {ours}: {problem}")
+                    cells[name] = "" if value is None else str(value)
+                is_empty = cells and not any(cell.strip() for cell in cells.values())
+                view[ours] = "" if is_empty else text.format_map(cells)
+            replaced = {*self.columns, *self.columns.values(), *self.template}
+            view |= {name: value for name, value in row.items() if name not in replaced}
         for ours in TURN_COLUMNS:
             if ours in view and ours in LAYOUTS[self.format].all:
                 always = ours in ("messages", "conversations")
                 view[ours] = turns_in(view[ours], self.place(ours), always=always)
         return view
-
-    def _renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        if not self.columns and not self.template:
-            return dict(row)
-        mapped = {ours: cell_of(row, path) for ours, path in self.columns.items() if path in row or "." in path}
-        mapped |= {ours: _fill_template(ours, text, row) for ours, text in self.template.items()}
-        replaced = {*self.columns, *self.columns.values(), *self.template}
-        return mapped | {name: value for name, value in row.items() if name not in replaced}
 
     def place(self, ours: str) -> str:
         """The data set's name for our column, for messages."""
@@ -65,19 +71,6 @@ class RowLayout:
             read |= {*REASONING_COLUMNS}
         read |= {path.partition(".")[0] for path in self.columns.values() if path not in row}
         return [name for name, value in row.items() if name not in read and value not in (None, "", [], {})]
-
-
-def _fill_template(ours: str, text: str, row: Mapping[str, Any]) -> str:
-    """Put a row's cells into a template. Returns '' if every cell is empty. Raises BadRow for a list or an object."""
-    cells = {}
-    for name in template_fields(text):
-        value = row.get(name)
-        if isinstance(value, dict | list):
-            raise BadRow(f"template: {ours}: the column {name!r} is {json_kind(value)}; fields take texts and numbers")
-        cells[name] = "" if value is None else str(value)
-    if cells and not any(cell.strip() for cell in cells.values()):
-        return ""
-    return text.format_map(cells)
 
 
 def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
@@ -143,24 +136,20 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
     if entry.format in FORMAT_OF_OBJECTIVE.values():
         raise BadRow(_answer_to_no_preferences(entry, rows, names))
     if entry.format != "auto" or is_named:
-        raise BadRow(_answer_to_missing(entry, formats[0], names))
+        needed = LAYOUTS[formats[0]].columns
+        missing = next(column for column in needed if column not in {*names, *entry.columns})
+        others = [name for name in names if name not in (*needed, *entry.columns.values())]
+        problem, remedy = "", f"add it, or choose another data format than {formats[0]}"
+        if near := nearest(missing, others):
+            remedy = f"{near!r} is there: rename it, or write columns: {in_yaml({**entry.columns, missing: near})}"
+        elif entry.columns:
+            problem = f", the columns are {in_quotes(names)}"
+            remedy = f"write columns: {in_yaml({**entry.columns, missing: '...'})}"
+        raise BadRow(f"the field {missing!r} is missing{problem}; {remedy}")
     raise BadRow(_answer_to_unknown(entry, rows, names))
 
 
 # -- messages about the columns, with the line to add ----------------------------------------------------------
-
-
-def _answer_to_missing(entry: DataSet, format: KnownFormat, names: Sequence[str]) -> str:
-    """The message if the recipe names columns, and one is missing."""
-    missing = next(column for column in LAYOUTS[format].columns if column not in {*names, *entry.columns})
-    others = [name for name in names if name not in (*LAYOUTS[format].columns, *entry.columns.values())]
-    if near := nearest(missing, others):
-        line = in_yaml({**entry.columns, missing: near})
-        return f"the field {missing!r} is missing; {near!r} is there: rename it, or write columns: {line}"
-    if entry.columns:
-        line = in_yaml({**entry.columns, missing: "..."})
-        return f"the field {missing!r} is missing, the columns are {in_quotes(names)}; write columns: {line}"
-    return f"the field {missing!r} is missing; add it, or choose another data format than {format}"
 
 
 def _answer_to_unknown(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -181,29 +170,24 @@ def _answer_to_unknown(entry: DataSet, rows: Sequence[Mapping[str, Any]], names:
     first = result.plausible[0]
     if first.format == "preference":
         line = f"set training.objective: dpo{f' and columns: {in_yaml(first.columns)}' * bool(first.columns)}"
-        alone = in_yaml(_columns_of_chosen(rows[0], first.columns))
-        return f"preference rows ({in_quotes(names)}); {line}; for the better answers alone columns: {alone}"
+        name = first.columns.get("chosen", "chosen")
+        chosen, prompt = rows[0].get(name), rows[0].get("prompt")
+        question = first.columns.get("instruction") or ("instruction" if "instruction" in rows[0] else None)
+        if isinstance(chosen, list):
+            alone = {"messages": name}
+            turn = chosen[0] if chosen else None
+            if isinstance(prompt, list) and isinstance(turn, dict) and turn.get("role") == "assistant":
+                alone = {"completion": name}
+        else:
+            alone = {"text": name} if question is None else {"instruction": question, "output": name}
+        remedy = f"{line}; for the better answers alone columns: {in_yaml(alone)}"
+        return f"preference rows ({in_quotes(names)}); {remedy}"
     if first.format == "kto":
         line = f"set training.objective: kto{f' and columns: {in_yaml(first.columns)}' * bool(first.columns)}"
         return f"judged answers ({in_quotes(names)}); {line}"
     lines = " or ".join(reading.in_words() for reading in result.plausible if reading.objective == "supervised")
     lines += ", or for plain text {text: ...}" * (len(result.plausible) > 1)
     return f"no known layout: the columns are {in_quotes(names)}; add to this data set: columns: {lines}"
-
-
-def _columns_of_chosen(row: Mapping[str, Any], mapped: Mapping[str, str]) -> dict[str, str]:
-    """`columns` that train on a preference row's better answer alone."""
-    name = mapped.get("chosen", "chosen")
-    chosen, prompt = row.get(name), row.get("prompt")
-    if isinstance(chosen, list):
-        first = chosen[0] if chosen else None
-        if isinstance(prompt, list) and isinstance(first, dict) and first.get("role") == "assistant":
-            return {"completion": name}  # the answer alone
-        return {"messages": name}
-    question = mapped.get("instruction") or ("instruction" if "instruction" in row else None)
-    if question is None:
-        return {"text": name}
-    return {"instruction": question, "output": name}
 
 
 def _answer_to_no_preferences(entry: DataSet, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:

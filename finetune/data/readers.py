@@ -139,48 +139,41 @@ def _read_json(file: Path) -> Iterator[SourceRow]:
         begins = head[start:].lstrip()
         if begins.startswith(b"["):
             yield from _read_array(file, stream, start)
-        elif begins and _is_csv_line(begins):
+            return
+        # A CSV header begins with a letter, and has a delimiter in a line without braces.
+        line = begins.split(b"\n")[0]
+        is_word = begins[:1].isalpha() or begins[:1] > b"\x7f"
+        is_word = is_word and line.strip() not in (b"true", b"false", b"null")
+        if is_word and b"{" not in line and any(sign in line for sign in (b",", b";", b"\t", b"|")):
             yield SourceRow(str(file), 1, None, "this looks like CSV, not JSON; write path: csv")
-        else:
-            yield from _read_lines(file, stream, start)
+            return
+        number, offset = 0, start
+        while raw := stream.readline(MAX_ROW_BYTES + 1):
+            number += 1
+            if len(raw) > MAX_ROW_BYTES:
+                yield SourceRow(str(file), number, None, TOO_LARGE)
+                while raw and not raw.endswith(b"\n"):  # on to the next line, in constant memory
+                    offset += len(raw)
+                    raw = stream.readline(MAX_ROW_BYTES)
+            elif raw.strip():
+                try:
+                    values = parse_object(_decode(raw.rstrip(b"\r\n"), offset))
+                    # Every stream of `open_bytes` can peek.
+                    is_last = number == 1 and not stream.peek(1)  # type: ignore[attr-defined]
+                    if number == 1 and (problem := _whole_table(values, is_last)):
+                        raise BadRow(problem)
+                    yield SourceRow(str(file), number, values, None)
+                except BadRow as error:
+                    if number == 1 and isinstance(error, NotJson) and (problem := _one_object(file)):
+                        yield SourceRow(str(file), 1, None, problem)
+                        return
+                    yield SourceRow(str(file), number, None, str(error))
+            offset += len(raw)
 
 
 def _mark_bytes(head: bytes) -> int:
     """The size of the UTF-8 byte order mark at a file's start, or 0."""
     return len(BYTE_ORDER_MARK) * head.startswith(BYTE_ORDER_MARK)
-
-
-def _is_csv_line(begins: bytes) -> bool:
-    """Whether a file begins like a CSV header: a letter, and a delimiter in a line without braces."""
-    line = begins.split(b"\n")[0]
-    is_word = begins[:1].isalpha() or begins[0] > 127
-    literal = line.strip() in (b"true", b"false", b"null")
-    return is_word and not literal and b"{" not in line and any(sign in line for sign in (b",", b";", b"\t", b"|"))
-
-
-def _read_lines(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRow]:
-    """JSON Lines; `offset` is the stream's position."""
-    number = 0
-    while raw := stream.readline(MAX_ROW_BYTES + 1):
-        number += 1
-        if len(raw) > MAX_ROW_BYTES:
-            yield SourceRow(str(file), number, None, TOO_LARGE)
-            while raw and not raw.endswith(b"\n"):  # on to the next line, in constant memory
-                offset += len(raw)
-                raw = stream.readline(MAX_ROW_BYTES)
-        elif raw.strip():
-            try:
-                values = parse_object(_decode(raw.rstrip(b"\r\n"), offset))
-                # Every stream of `open_bytes` can peek.
-                if number == 1 and (problem := _whole_table(values, not stream.peek(1))):  # type: ignore[attr-defined]
-                    raise BadRow(problem)
-                yield SourceRow(str(file), number, values, None)
-            except BadRow as error:
-                if number == 1 and isinstance(error, NotJson) and (problem := _one_object(file)):
-                    yield SourceRow(str(file), 1, None, problem)
-                    return
-                yield SourceRow(str(file), number, None, str(error))
-        offset += len(raw)
 
 
 def _one_object(file: Path) -> str | None:
@@ -469,26 +462,26 @@ def _csv_records(stream: IO[bytes], dialect: Dialect, notes: Counter[str]) -> It
             yield line, [], str(error)
             return
         except csv.Error as error:  # quoting is lost: the columns that follow are not known
-            yield line, [], _explain_csv(str(error), last[0], dialect)
+            if '\\"' in last[0]:
+                problem = 'a quote is escaped by a backslash, and CSV writes it twice: sed \'s/\\\\"/""/g\''
+            elif "new-line character" in str(error):
+                problem = (
+                    "a carriage return stands inside a row; put quotes around that text, or remove it: tr -d '\\r'"
+                )
+            elif "unexpected end of data" in str(error):
+                problem = "a quote that opens here is never closed; close it, or write a quote inside a text twice"
+            elif "expected after" in str(error):
+                problem = "a quote ends inside a text; write quotes inside a quoted text twice"
+            elif dialect.delimiter == "\t":
+                problem = f"{error}; write tabs and quotes inside texts as other characters"
+            else:
+                problem = f"{error}; put quotes around texts with {dialect.separator} or line breaks"
+            yield line, [], problem
             return
         if without_blank_end(cells):
             yield line, cells, None
         elif len(cells) > 1:
             notes["lines of delimiters alone, left out"] += 1
-
-
-def _explain_csv(error: str, line: str, dialect: Dialect) -> str:
-    if '\\"' in line:
-        return 'a quote is escaped by a backslash, and CSV writes it twice: sed \'s/\\\\"/""/g\''
-    if "new-line character" in error:
-        return "a carriage return stands inside a row; put quotes around that text, or remove it: tr -d '\\r'"
-    if "unexpected end of data" in error:
-        return "a quote that opens here is never closed; close it, or write a quote inside a text twice"
-    if "expected after" in error:
-        return "a quote ends inside a text; write quotes inside a quoted text twice"
-    if dialect.delimiter == "\t":
-        return f"{error}; write tabs and quotes inside texts as other characters"
-    return f"{error}; put quotes around texts with {dialect.separator} or line breaks"
 
 
 def _csv_lines(stream: IO[bytes], dialect: Dialect) -> Iterator[str]:

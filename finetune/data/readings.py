@@ -17,6 +17,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
@@ -171,12 +172,6 @@ class Column:
             return f"{self.name!r} ({', '.join(self.values[:4])}{', ...' * (len(self.values) > 4)})"
         return repr(self.name)
 
-    @property
-    def is_notable(self) -> bool:
-        """Whether its name or content is that of an answer, a label, choices or turns."""
-        words = (*ANSWER_WORDS, *ANSWERS_WORDS, *CHOICE_WORDS, *TURN_WORDS, *JUDGING_WORDS, *KEY_WORDS)
-        return self.kind in ("turns", "list", "object") or self.has_word(words)
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -213,7 +208,9 @@ class Readings:
     def unused(self, reading: Reading) -> list[Column]:
         """The columns that a reading leaves out, notable ones first."""
         left = [column for column in self.columns if column.name not in reading.used()]
-        return sorted(left, key=lambda column: not column.is_notable)
+        words = (*ANSWER_WORDS, *ANSWERS_WORDS, *CHOICE_WORDS, *TURN_WORDS, *JUDGING_WORDS, *KEY_WORDS)
+        kinds = ("turns", "list", "object")
+        return sorted(left, key=lambda column: not (column.kind in kinds or column.has_word(words)))
 
 
 def label_of(value: Any, labels: Mapping[str, bool] | None = None) -> bool | None:
@@ -234,7 +231,9 @@ def profiles(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
         typical, kind = None, "empty"
         if values:
             kind = Counter(map(_kind_of, values[:1000])).most_common(1)[0][0]
-            typical = turns_of(next(value for value in values if _kind_of(value) == kind))
+            typical = next(value for value in values if _kind_of(value) == kind)
+            with suppress(BadRow):
+                typical = turns_in(typical, "")
         different = Counter(str(value).strip().lower() for value in values)
         few: tuple[str, ...] = ()
         if len(different) <= FEW_VALUES and all(len(value) <= 30 for value in different):
@@ -254,14 +253,6 @@ def profiles(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
             )
         )
     return result
-
-
-def turns_of(value: Any) -> Any:
-    """The value, or the turns that it holds as text."""
-    try:
-        return turns_in(value, "")
-    except BadRow:
-        return value
 
 
 def _kind_of(value: Any) -> str:
@@ -329,13 +320,11 @@ def readings(format: RowFormat, rows: Sequence[Mapping[str, Any]]) -> Readings:
     labels_may_answer = len(candidates) <= 2  # with more texts, a label is more likely a category
     # The likeliest questions and answers by themselves, then each with each.
     asking = sorted(candidates, key=lambda column: (-_question_score(column), column.position))[:COMPARED]
-    answering = sorted(answers, key=lambda answer: (-_answer_score(answer, labels_may_answer), answer.position))[
-        :COMPARED
-    ]
+    answering = sorted(answers, key=lambda answer: (-_answer_score(answer, labels_may_answer), answer.position))
     pairs = [
         (_pair_score(question, answer, labels_may_answer), question, answer)
         for question in sorted(asking, key=lambda column: column.position)
-        for answer in sorted(answering, key=lambda column: column.position)
+        for answer in sorted(answering[:COMPARED], key=lambda column: column.position)
         if question is not answer and not question.repeats
     ]
     if not pairs:  # every text column repeats: the longest is read as text
@@ -343,11 +332,31 @@ def readings(format: RowFormat, rows: Sequence[Mapping[str, Any]]) -> Readings:
     pairs.sort(key=lambda pair: -pair[0])
     plausible = [pair for pair in pairs if pairs[0][0] - pair[0] < CLEAR]
     # (answer, question) and (question, other column) each count as another reading.
-    result = [_with_context(question, answer, texts) for _, question, answer in plausible[:4]]
+    result = []
+    for _, question, answer in plausible[:4]:
+        # Beside the pair: system, reasoning and context columns if their names say so.
+        others = [column for column in texts if column not in (question, answer)]
+        system = next((column.name for column in others if column.name.lower() in SYSTEM_NAMES), None)
+        reasons = next((column.name for column in others if column.name.lower() in REASON_NAMES), None)
+        context = next((column.name for column in others if column.has_word(CONTEXT_WORDS)), None)
+        if any(column.name == "input" for column in others) and question.name == "instruction":
+            context = "input"
+        mapped = {
+            "system": system, "instruction": question.name, "input": context, "reasoning_content": reasons,
+            "output": answer.name,
+        }  # fmt: skip
+        result.append(Reading("alpaca", {ours: theirs for ours, theirs in mapped.items() if theirs}))
     answer = plausible[0][2]
     if len(result) == 1 and answer.repeats and not answer.has_word((*ANSWER_WORDS, *LABEL_WORDS)):
         result.append(Reading("text", {"text": plausible[0][1].name}))  # a category, as an answer or not
-    return _with_judgement(format, result + _as_better_and_worse(result), columns)
+    # Two columns that may both answer the same question may be a better and a worse answer, in either order.
+    questions = {reading.columns.get("instruction") for reading in result}
+    names = [reading.columns["output"] for reading in result if "output" in reading.columns]
+    if len(result) == len(names) == 2 and len(questions) == 1:
+        before = {"instruction": str(questions.pop())}
+        for chosen, rejected in (names, reversed(names)):
+            result.append(Reading("preference", before | {"chosen": chosen, "rejected": rejected}))
+    return _with_judgement(format, result, columns)
 
 
 # -- readings by names and kinds ---------------------------------------------------------------------------------------
@@ -521,34 +530,6 @@ def _pair_score(question: Column, answer: Column, labels_may_answer: bool) -> fl
     return score + 1.0 * (answer.length > question.length) - 0.5
 
 
-def _with_context(question: Column, answer: Column, texts: Sequence[Column]) -> Reading:
-    """The pair's reading, with system, reasoning and context columns if their names say so."""
-    others = [column for column in texts if column not in (question, answer)]
-    system = next((column.name for column in others if column.name.lower() in SYSTEM_NAMES), None)
-    reasons = next((column.name for column in others if column.name.lower() in REASON_NAMES), None)
-    context = next((column.name for column in others if column.has_word(CONTEXT_WORDS)), None)
-    if any(column.name == "input" for column in others) and question.name == "instruction":
-        context = "input"
-    columns = {
-        "system": system, "instruction": question.name, "input": context, "reasoning_content": reasons,
-        "output": answer.name,
-    }  # fmt: skip
-    return Reading("alpaca", {ours: theirs for ours, theirs in columns.items() if theirs})
-
-
-def _as_better_and_worse(plausible: Sequence[Reading]) -> list[Reading]:
-    """Two columns that may both answer the same question may be a better and a worse answer, in either order."""
-    questions = {reading.columns.get("instruction") for reading in plausible}
-    answers = [reading.columns["output"] for reading in plausible if "output" in reading.columns]
-    if len(plausible) != 2 or len(questions) != 1 or len(answers) != 2:
-        return []
-    question = str(questions.pop())
-    return [
-        Reading("preference", {"instruction": question, "chosen": chosen, "rejected": rejected})
-        for chosen, rejected in (answers, reversed(answers))
-    ]
-
-
 # -- judgements, and what is in the way --------------------------------------------------------------------------------
 
 
@@ -687,7 +668,15 @@ def _obstacle(reading: Reading, columns: Sequence[Column]) -> str:
         if column.has_word(CHOICE_WORDS):
             return f"{column.name!r} holds choices, which the question would lack; write them into {question!r}"
     texts = [column for column in columns if column.kind == "text"]
-    for stem, members in _families(texts, question).items():
+    # Text columns that differ in a last letter or digit: response_a and response_b, opa to opd.
+    families: dict[str, list[Column]] = {}
+    for column in texts:
+        match = re.fullmatch(r"(.*?)[\W_]?([A-Ha-h]|\d{1,2})", column.name)
+        if match and (column.name != question or column.has_word(ANSWER_WORDS)):
+            families.setdefault(match[1].lower(), []).append(column)
+    for stem, members in families.items():
+        if not (2 if stem else 3) <= len(members) <= 16:
+            continue
         names = in_quotes([column.name for column in members])
         is_read = any(column.name in reading.used() for column in members)
         if stem and len(members) == 2 and any(column.has_word((*ANSWER_WORDS, "ref")) for column in members):
@@ -719,16 +708,6 @@ def _obstacle(reading: Reading, columns: Sequence[Column]) -> str:
                 "and save the workbook once)"
             )
     return ""
-
-
-def _families(texts: Sequence[Column], question: str) -> dict[str, list[Column]]:
-    """Text columns that differ in a last letter or digit: response_a and response_b, opa to opd; not all there are."""
-    families: dict[str, list[Column]] = {}
-    for column in texts:
-        match = re.fullmatch(r"(.*?)[\W_]?([A-Ha-h]|\d{1,2})", column.name)
-        if match and (column.name != question or column.has_word(ANSWER_WORDS)):
-            families.setdefault(match[1].lower(), []).append(column)
-    return {stem: members for stem, members in families.items() if (2 if stem else 3) <= len(members) <= 16}
 
 
 def _as_pairs(unread: Sequence[Column]) -> str:

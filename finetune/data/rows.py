@@ -93,9 +93,8 @@ class RowReader:
         self._read_only = 0  # answers that rows mark as not to be trained
         self._with_tools = 0
         self._odd_calls: Counter[str] = Counter()  # rows whose calls, results and tools do not belong together
-        self._systems: set[str] = (
-            set()
-        )  # the rows' system messages, "" for none; two are enough to know that they differ
+        # The rows' system messages, "" for none; two are enough to know that they differ.
+        self._systems: set[str] = set()
         self._run_together = 0
         self._written: list[Any] = [0, ""]  # rows that spell tokens of a chat template; the first token
         self._twice: list[Any] = [0, "", ""]  # rows in UTF-8 of UTF-8; the first such letters, and what they stand for
@@ -134,9 +133,20 @@ class RowReader:
                 continue
             try:
                 self._note_unused(row.values, self._layout)
-                if "empty" in self._dropped and has_empty_cell(row.values, self._layout):
-                    self._dropped["empty"] += 1
-                    continue
+                if "empty" in self._dropped:
+                    view, format = self._layout.view(row.values), self._layout.format
+                    needed = [view.get(column) for column in LAYOUTS[format].columns]
+                    if format in ("preference", "kto"):
+                        if isinstance(needed[0], str):  # a text answers a prompt; a dialogue may hold it itself
+                            needed += [view[column] for column in ("prompt", "instruction") if column in view]
+                        # If an answer is a list of messages, its last turn is compared.
+                        needed = [cell[-1] if isinstance(cell, list) and cell else cell for cell in needed]
+                    if any(
+                        cell is None or (isinstance(cell, str) and is_blank(cell)) or is_blank_turn(cell)
+                        for cell in needed
+                    ):
+                        self._dropped["empty"] += 1
+                        continue
                 read = read_row(row.values, self._layout)
             except ReportedOnce as error:
                 if error.about not in self._reported:
@@ -266,20 +276,6 @@ class RowReader:
             "told": dict(self._source.notes),
             **facts_of_answers,
         }
-
-
-def has_empty_cell(row: Mapping[str, Any], layout: RowLayout) -> bool:
-    """Whether a column that the layout needs is empty in this row: null, missing, or white space."""
-    view = layout.view(row)
-    values = [view.get(column) for column in LAYOUTS[layout.format].columns]
-    if layout.format in ("preference", "kto"):
-        if isinstance(values[0], str):  # a text answers a prompt; a dialogue may hold the question itself
-            values += [view[column] for column in ("prompt", "instruction") if column in view]
-        # If an answer is a list of messages, its last turn is compared.
-        values = [value[-1] if isinstance(value, list) and value else value for value in values]
-    return any(
-        value is None or (isinstance(value, str) and is_blank(value)) or is_blank_turn(value) for value in values
-    )
 
 
 def _odd_calls(chat: Chat) -> Iterator[str]:

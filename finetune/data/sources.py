@@ -66,7 +66,9 @@ class Source:
         if self.kind == "hub":
             return self._hub_rows()
         split = read_split(self.entry.split)
-        total = sum(1 for _ in self._file_rows()) if split.is_sliced and split.needs_total else 0
+        total, bounds = 0, f"{split.first}{split.last}"
+        if split.is_sliced and (split.last is None or "-" in bounds or "%" in bounds):  # they depend on all rows
+            total = sum(1 for _ in self._file_rows())
         self.notes.clear()
         if self.hidden:
             self.notes["hidden files (names that begin with a dot), left out"] = self.hidden
@@ -112,7 +114,17 @@ class Source:
                 entry.path, entry.name, data_files=entry.data_files, split=entry.split, revision=entry.revision
             )
         except Exception as error:  # about the data set, or a library that is missing for its address
-            raise DataError([f"{entry.path}: {_why_not_loaded(entry, error)}"]) from None
+            # If the library's message names configurations or splits, the line says to choose one.
+            lines, text = str(error).strip().splitlines() or [type(error).__name__], " ".join(str(error).split())
+            problem = f"cannot be loaded: {one_line(lines[0])}; check the name, the network, or name local data_files"
+            if match := re.search(r"(?:available configs|Available): \[(.*?)\]", text):
+                names = re.findall(r"[^', ]+", match[1])
+                first = next(iter(names), "...")
+                problem = f"name: its configurations are {', '.join(names)}; add name: {first}"
+            elif match := re.search(r"Unknown split .*?one of \[(.*?)\]", text):
+                splits = match[1].replace("'", "")
+                problem = f"split: there is no split {entry.split!r}, but {splits}; write one of them"
+            raise DataError([f"{entry.path}: {problem}"]) from None
 
     def _hub_rows(self) -> Iterator[SourceRow]:
         data_set, number = self.hub_data_set, 0
@@ -124,30 +136,18 @@ class Source:
             yield SourceRow(self.entry.path, number + 1, None, problem)
 
 
-def _why_not_loaded(entry: DataSet, error: Exception) -> str:
-    """The library's message in one line. If it names configurations or splits, the line says to choose one."""
-    text = " ".join(str(error).split())
-    if match := re.search(r"(?:available configs|Available): \[(.*?)\]", text):
-        names = re.findall(r"[^', ]+", match[1])
-        first = next(iter(names), "...")
-        return f"name: its configurations are {', '.join(names)}; add name: {first}"
-    if match := re.search(r"Unknown split .*?one of \[(.*?)\]", text):
-        splits = match[1].replace("'", "")
-        return f"split: there is no split {entry.split!r}, but {splits}; write one of them"
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"cannot be loaded: {one_line(lines[0])}; check the name, the network, or name local data_files"
-
-
 def resolve(entry: DataSet) -> Source:
     """Find a data entry's files. Raises DataError if a named file, folder or split is not there."""
     source = _resolve(entry)
+    names = {"hub": "a data set on the Hub", "json": "JSON", "csv": "CSV", "parquet": "Parquet", "arrow": "Arrow",
+             "excel": "Excel", "text": "texts"}  # fmt: skip
     for key, kinds, words in (
         ("delimiter", ("csv",), "CSV files"),
         ("sheet", ("excel",), "Excel files"),
         ("encoding", ("csv", "text"), "CSV and text files"),
     ):
         if getattr(entry, key) is not None and source.kind not in kinds:
-            raise DataError([f"{source.name}: {key}: is for {words}, these are {_in_words(source)}; remove it"])
+            raise DataError([f"{source.name}: {key}: is for {words}, these are {names[source.kind]}; remove it"])
     if entry.encoding is not None:
         from finetune.data.dialect import checked_encoding
 
@@ -187,18 +187,6 @@ def asked_entry(entry: DataSet, file: str | DataSet) -> DataSet:
             raise DataError([f"{problem}: --columns {shlex.quote(ways[0])}"]) from None
         return questions if entry.columns or entry.template else by_itself
     return questions
-
-
-def _in_words(source: Source) -> str:
-    names = {
-        "hub": "a data set on the Hub",
-        "json": "JSON",
-        "parquet": "Parquet",
-        "arrow": "Arrow",
-        "excel": "Excel",
-        "text": "texts",
-    }
-    return names.get(source.kind, "CSV")
 
 
 def _resolve(entry: DataSet) -> Source:
@@ -381,12 +369,6 @@ class SplitSlice(NamedTuple):
     @property
     def is_sliced(self) -> bool:
         return self.first is not None or self.last is not None
-
-    @property
-    def needs_total(self) -> bool:
-        """Whether the bounds depend on the number of all rows."""
-        bounds = f"{self.first}{self.last}"
-        return self.last is None or "-" in bounds or "%" in bounds
 
     def bounds(self, total: int) -> tuple[int, int]:
         """The first row, and the row after the last: train[10%:] with 200 rows is (20, 200).

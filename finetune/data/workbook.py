@@ -8,6 +8,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from decimal import ROUND_HALF_UP, Decimal
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,7 +41,10 @@ def sheet_records(file: Path, stream: IO[bytes], sheet_name: str | None, notes: 
             raise ValueError(f"{part.filename} in it has more than {most // 2**20} MiB")
     book = load_workbook(stream, read_only=True, data_only=True, keep_links=False)
     sheets = {sheet.title: sheet for sheet in book.worksheets}
-    heads = {title: [cells for _, cells, _ in _head(book, sheet)] for title, sheet in sheets.items()}
+    heads = {
+        title: [cells for _, cells, _ in islice(_records(book, sheet, Counter()), ROWS_THAT_DECIDE)]
+        for title, sheet in sheets.items()
+    }
     filled = [title for title, head in heads.items() if head]
     if sheet_name is not None and sheet_name not in sheets:
         names = ", ".join(map(repr, sheets))
@@ -58,11 +62,6 @@ def sheet_records(file: Path, stream: IO[bytes], sheet_name: str | None, notes: 
         more = f" and {len(others) - 5} more" * (len(others) > 5)
         notes[f"the sheet {title!r} is read, and not {names}{more}; choose by sheet: NAME (init: --sheet)"] = 0
     yield from _records(book, sheets[title], notes)
-
-
-def _head(book: Any, sheet: Any) -> list[Record]:
-    rows = _records(book, sheet, Counter())
-    return [row for row, _ in zip(rows, range(ROWS_THAT_DECIDE), strict=False)]
 
 
 def _header(head: list[list[str]]) -> tuple[str, ...]:

@@ -31,13 +31,13 @@ from finetune.generation.generate import (
     MOST_BATCH_TOKENS,
     Answer,
     Sampling,
-    answering,
     decoded_answer,
     greedy_answers,
     kept_bytes,
     prompt_batches,
     round_ends,
 )
+from finetune.generation.settings import answering
 from finetune.measure.out_of_memory import is_out_of_memory, memory_of
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.scoring.metrics import Metric, Scored, Unread, fitting_metrics, scores_of

@@ -35,14 +35,13 @@ from finetune.model.stored_structure import stored_structure
 from finetune.model.text_part import WholeNames, names_in_whole
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.base_parts import (
-    GENERATION_SETTINGS,
     PROCESSOR_FILES,
     copy_code,
     own_config,
     untrained_in_words,
     write_settings,
 )
-from finetune.run_folder.facts import not_finished_yet
+from finetune.run_folder.facts import GENERATION, not_finished_yet
 from finetune.wording import counted
 
 SHARD_BYTES = 2 * 10**9  # in one file; a larger tensor has a file of its own
@@ -220,7 +219,7 @@ def write_merged(
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             write_json(folder / INDEX, index)
         # The base's keys stay in its files, because inference servers read keys that transformers has renamed.
-        for name in ("config.json", GENERATION_SETTINGS, *PROCESSOR_FILES):
+        for name in ("config.json", GENERATION, *PROCESSOR_FILES):
             settings = read_settings(section, name)
             if settings is not None and name == "config.json":
                 vocabulary, scaling = merge.vocabulary if merge.adapter.new_rows else None, section.rope_scaling

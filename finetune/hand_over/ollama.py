@@ -28,7 +28,7 @@ from finetune.data.cells import BadRow
 from finetune.errors import FinetuneError
 from finetune.files import write_text
 from finetune.finished_run import FinishedRun
-from finetune.generation.generate import ends_by_settings
+from finetune.generation.settings import ends_by_settings
 from finetune.library_errors import library_errors
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import Encoder

@@ -63,7 +63,12 @@ def obsolete_files(on_hub: Mapping[str, str], sent: Mapping[str, Outgoing], card
         ]
 
     gone, made = matching([*WEIGHTS, *SETTINGS, *TOKENIZER]), matching(MADE_FROM)
-    same_run = RECORD_OF_RUN in sent and on_hub.get(RECORD_OF_RUN) in _hashes(sent[RECORD_OF_RUN].read())
+    same_run = False
+    if RECORD_OF_RUN in sent:
+        # The Hub names a small file by git's hash of "blob SIZE\0" and its content, and a large one by SHA-256.
+        content = sent[RECORD_OF_RUN].read()
+        small, large = hashlib.sha1(b"blob %d\0" % len(content) + content), hashlib.sha256(content)
+        same_run = on_hub.get(RECORD_OF_RUN) in (small.hexdigest(), large.hexdigest())
     held_a_model = any(fnmatchcase(path, one) for path in on_hub for one in WEIGHTS if "/" not in path)
     if _PART.search(card.replace("\r\n", "\n")):  # reports and pictures of an earlier run of the kit
         gone += matching(RUN)
@@ -72,11 +77,6 @@ def obsolete_files(on_hub: Mapping[str, str], sent: Mapping[str, Outgoing], card
     if held_a_model:
         return gone + made, []
     return gone, made
-
-
-def _hashes(content: bytes) -> tuple[str, str]:
-    """As the Hub names a small file (a git blob: SHA-1 of "blob SIZE\\0" and the content) and a large one."""
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest(), hashlib.sha256(content).hexdigest()
 
 
 def marked_card(card: str) -> str:

@@ -103,7 +103,12 @@ def retry(
             if hub_error is None:
                 raise
             if not hub_error.transient:
-                raise EnvironmentMismatch(f"{hub_error.reason}; {_remedy(hub_error)}") from error
+                remedy, log_in = "push again once that is corrected", f"at {TOKENS_PAGE}, then: hf auth login"
+                if hub_error.status == 401:
+                    remedy = f"the token is not valid; create one with write access {log_in}"
+                elif hub_error.status == 403:
+                    remedy = f"the token may not do this; create one that may write there {log_in}"
+                raise EnvironmentMismatch(f"{hub_error.reason}; {remedy}") from error
             if attempt == attempts:
                 raise HubUnreachable(f"{hub_error.reason}, {attempts} times; try again later") from error
             wait = hub_error.wait_seconds
@@ -112,14 +117,6 @@ def retry(
             log(f"{hub_error.reason}; trying again in {wait:g} s ({attempt} of {attempts})")
             pause(wait)
     raise AssertionError("attempts is at least 1")
-
-
-def _remedy(hub_error: HubError) -> str:
-    if hub_error.status == 401:
-        return f"the token is not valid; create one with write access at {TOKENS_PAGE}, then: hf auth login"
-    if hub_error.status == 403:
-        return f"the token may not do this; create one that may write there at {TOKENS_PAGE}, then: hf auth login"
-    return "push again once that is corrected"
 
 
 def check_permission(api: HfApi, repo_id: str) -> None:

@@ -99,6 +99,13 @@ def card_text(
         listed = "; ".join(f"{shorten(name, 100)} ({authors[name]:,})" for name in names)
         data_lines.append(f"Answers written by {listed}")
 
+    eval_documents = run.receipt.get("data", {}).get("eval_documents")
+    evaluated_rows = f"{eval_documents:,}" if eval_documents else "the"
+    if run.recipe.preferences is None:
+        evaluated_rows += " held-out documents, over the tokens that would be learned"
+    else:
+        evaluated_rows += f" held-out {run.recipe.data.row_noun}s"
+
     # The first prompts that were answered both before and after training.
     samples = [(prompt, answers) for prompt, answers in run.samples_by_prompt().items()
                if {"before", "after"} <= answers.keys()]  # fmt: skip
@@ -122,7 +129,7 @@ def card_text(
         data_sets=data_lines,
         samples=samples[:CARD_SAMPLES],
         evaluations=_evaluations(run),
-        evaluated_rows=_evaluated_rows(run),
+        evaluated_rows=evaluated_rows,
         **_preference_facts(run),
         scores=score_rows(run),
         versions=_versions(run),
@@ -290,15 +297,6 @@ def _preference_facts(run: RunFacts) -> dict[str, Any]:
         "paper": paper,
         "rewards": f"{reward} Accuracy is the share of {share}.",
     }
-
-
-def _evaluated_rows(run: RunFacts) -> str:
-    """The rows over which the held-out figures are means."""
-    data, recipe = run.receipt.get("data", {}), run.recipe
-    count = f"{data['eval_documents']:,}" if data.get("eval_documents") else "the"
-    if recipe.preferences is None:
-        return f"{count} held-out documents, over the tokens that would be learned"
-    return f"{count} held-out {recipe.data.row_noun}s"
 
 
 def _evaluations(run: RunFacts) -> list[tuple[object, ...]]:

@@ -30,27 +30,12 @@ WHOLE_MODEL = (
 )
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "generation_config.json")
 WEIGHT_FILES = {"adapter": ADAPTER, "model": WHOLE_MODEL, "merged": WHOLE_MODEL}
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
+TOKENIZER = tuple(
+    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json "
+    "vocab.txt merges.txt chat_template.jinja additional_chat_templates/*.jinja".split()
 )
-RUN = (
-    "recipe.yaml",
-    "receipt.json",
-    "conversation.json",
-    "metrics.jsonl",
-    "report.html",
-    "loss.png",
-    "rewards.png",
-    "memory.png",
+RUN = tuple(
+    "recipe.yaml receipt.json conversation.json metrics.jsonl report.html loss.png rewards.png memory.png".split()
 )
 # Every word of these is a token: one that looks like a path is not a path.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
@@ -127,7 +112,11 @@ def collect(
         merged: Upload the merged model instead of the adapter.
     """
     product, replacements = product_folder(run_dir, merged=merged), path_replacements(recipe, run_dir)
-    refuse_links(run_dir, product)
+    names = [*RUN, *(f"{product.name}/{name}" for name in (*WEIGHT_FILES[product.name], *TOKENIZER))]
+    paths = [product, *(path for name in names for path in sorted(run_dir.glob(name)))]
+    if outside := [path.relative_to(run_dir) for path in paths if leaves_folder(path, run_dir)]:
+        lines = [f"{path}: is a link out of the run's folder; put the file itself here" for path in outside]
+        raise FinetuneError("\n".join([f"nothing was pushed of {run_dir}:", *lines]))
     product_files = _matching(product, (*WEIGHT_FILES[product.name], *TOKENIZER))
     files = [Outgoing("README.md", without_local_paths(card, replacements).encode())]
     for folder, names in ((product, product_files), (run_dir, _matching(run_dir, RUN))):
@@ -143,16 +132,6 @@ def collect(
             files.append(Outgoing(name, without_local_paths(text, replacements).encode()))
     present = {str(path.relative_to(product)) for path in product.rglob("*") if path.is_file()}
     return sorted(files, key=lambda file: file.path), sorted(present - set(product_files) - {"README.md"})
-
-
-def refuse_links(run_dir: Path, product: Path) -> None:
-    """Raise FinetuneError if a file to be sent, or its folder, is a link that leads out of the run's folder."""
-    names = [*RUN, *(f"{product.name}/{name}" for name in (*WEIGHT_FILES[product.name], *TOKENIZER))]
-    paths = [product, *(path for name in names for path in sorted(run_dir.glob(name)))]
-    outside = [path.relative_to(run_dir) for path in paths if leaves_folder(path, run_dir)]
-    if outside:
-        lines = [f"{path}: is a link out of the run's folder; put the file itself here" for path in outside]
-        raise FinetuneError("\n".join([f"nothing was pushed of {run_dir}:", *lines]))
 
 
 def _matching(folder: Path, patterns: Iterable[str]) -> list[str]:

@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from finetune.errors import FinetuneError
+from finetune.files import write_text
+
 if TYPE_CHECKING:
     from finetune.recipe.foreign_keys import Tool
 
 __all__ = ["Imported", "LeftOut", "Level", "convert", "known_tool", "listed", "write_recipe"]
 
+MARK = "# Made by `finetune import` from "  # a recipe's first words
 # differs: without the key the training differs; look: a person must decide; same: the training is the same.
 Level = Literal["differs", "look", "same"]
 
@@ -66,9 +70,15 @@ def convert(file: Path, *, tool: Tool | None = None, gpus: str | None = None) ->
 
 def known_tool(name: str | None) -> Tool | None:
     """The tool of this name, however it is spelt (`LLaMA-Factory`); None for None. Raises FinetuneError."""
-    from finetune.importers.conversion import find_tool
+    from finetune.recipe.foreign_keys import TOOL_TITLES
 
-    return find_tool(name)
+    if not name:
+        return None
+    plain_name = name.lower().replace("-", "").replace("_", "")
+    for tool in TOOL_TITLES:
+        if tool == plain_name:
+            return tool
+    raise FinetuneError(f"--tool: {name}: write one of {', '.join(TOOL_TITLES)}")
 
 
 def write_recipe(path: Path, text: str) -> None:
@@ -76,9 +86,9 @@ def write_recipe(path: Path, text: str) -> None:
 
     Raises FinetuneError, EnvironmentMismatch.
     """
-    from finetune.importers.conversion import write_imported
-
-    write_imported(path, text)
+    if path.exists() and not (path.is_file() and path.read_bytes().startswith(MARK.encode())):
+        raise FinetuneError(f"-o: {path}: exists and was not made by `finetune import`; name another")
+    write_text(path, text)
 
 
 def listed(left_out: Sequence[LeftOut]) -> Iterator[str]:

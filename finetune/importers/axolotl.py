@@ -116,7 +116,7 @@ def _preferences(foreign: ForeignConfig, rl: str, objective: Objective) -> None:
     foreign.carry(f"{objective}.beta", "trl.beta", "rl_beta", "dpo_beta", default=0.1)
     match rl:
         case "kto":
-            keys = {"wanted": "kto_desirable_weight", "unwanted": "kto_undesirable_weight"}
+            keys = {"desirable": "kto_desirable_weight", "undesirable": "kto_undesirable_weight"}
             carry_judged(foreign, **keys, micro_batch="micro_batch_size")
         case "simpo":
             carry_simpo(foreign, alpha="cpo_alpha")
@@ -225,15 +225,15 @@ def _training(foreign: ForeignConfig) -> None:
             foreign.leave(an_epoch, "same", "the last step is always evaluated and saved")
 
     # A tracker is on by its own switch, or by a project's name.
-    wanted: dict[str, str] = {}
+    trackers: dict[str, str] = {}
     for name, other_keys in _TRACKERS.items():
         for key in (f"use_{name}", *other_keys):
             if foreign.get(key) not in (None, False):
-                wanted[name] = key
+                trackers[name] = key
                 break
-    if "wandb" in wanted and foreign.peek("wandb_mode") == "disabled":
-        del wanted["wandb"]
-    carry_trackers(foreign, wanted)
+    if "wandb" in trackers and foreign.peek("wandb_mode") == "disabled":
+        del trackers["wandb"]
+    carry_trackers(foreign, trackers)
     foreign.carry("save_total_limit", "save_total_limit", default=4)
     foreign.carry("output_dir", "output_dir", default="./model-out")
     carry_hub(foreign, push=bool(foreign.peek("hub_model_id")))
@@ -304,8 +304,7 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
         foreign.carry("data.packing", "sample_packing", default=False)
     elif foreign.get("sample_packing") is not None:
         foreign.leave("sample_packing", "same", "a step's answers are packed, and do not see each other")
-    excess = foreign.get("excess_length_strategy")
-    origin = "excess_length_strategy" if excess else "axolotl's default"
+    excess, origin = foreign.get("excess_length_strategy"), foreign.origin("excess_length_strategy")
     truncation = _TRUNCATION.get(str(excess or "drop").lower(), "error")
     formats = {entry.get("format") for entry in entries}
     if key == "pretraining_dataset":
@@ -462,6 +461,7 @@ def _template(foreign: ForeignConfig, key: str) -> None:
     entry_keys = [f"{key}.{index}" for index in range(len(foreign.peek(key)))]
     kinds = {str(foreign.peek(f"{entry_key}.type")).split(".")[0] for entry_key in entry_keys}
     jinja, name = foreign.get("chat_template_jinja"), foreign.peek("chat_template")
+    template_key = "chat_template" if name else "chat_template_jinja"
     conversation = next((f"{k}.conversation" for k in entry_keys if foreign.peek(f"{k}.conversation")), None)
     own = [kind for kind in ("chatml", "llama3") if kind in kinds]
     are_chats = kinds & {"chat_template", "sharegpt"}
@@ -470,9 +470,7 @@ def _template(foreign: ForeignConfig, key: str) -> None:
         if len(kinds) > 1:
             foreign.leave(f"{key}.*.type", "differs", f"all rows follow one template here, {own[0]}", sorted(kinds))
         if name or jinja:
-            foreign.leave(
-                "chat_template" if name else "chat_template_jinja", "look", "the strategy's own turns are used"
-            )
+            foreign.leave(template_key, "look", "the strategy's own turns are used")
     elif "alpaca" in kinds and not are_chats:
         foreign.write("data.chat_template", TEMPLATES["alpaca"], "type: alpaca")
         reason = "rows with an input: it follows the instruction here, without the heading ### Input: and its sentence"
@@ -480,7 +478,7 @@ def _template(foreign: ForeignConfig, key: str) -> None:
         if len(kinds) > 1:
             foreign.leave(f"{key}.*.type", "differs", "all rows follow one template here, Alpaca's", sorted(kinds))
         if name or jinja:
-            foreign.leave("chat_template" if name else "chat_template_jinja", "look", "Alpaca's headings are used")
+            foreign.leave(template_key, "look", "Alpaca's headings are used")
     elif jinja:
         foreign.get("chat_template")
         foreign.write("data.chat_template", jinja, "chat_template_jinja")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from finetune.errors import FinetuneError, RecipeError
-from finetune.files import write_text
-from finetune.importers import Imported, axolotl, llamafactory, trl
+from finetune.errors import RecipeError
+from finetune.importers import MARK, Imported, axolotl, llamafactory, trl
 from finetune.importers.foreign_config import ForeignConfig
 from finetune.importers.recipe_writer import page, written
 from finetune.importers.shared import carry_best_model, fit_strategy
@@ -23,9 +22,6 @@ from finetune.recipe.yaml_text import MAX_BYTES, parse, shown
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.wording import first_lines
 
-TOOLS = get_args(Tool)
-_MARK = "# Made by `finetune import` from "
-
 
 def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
     """`finetune.importers.convert`."""
@@ -35,9 +31,8 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
     if tool_of(values) is None and (words := next(others, None)):  # a file that no tool reads as its configuration
         raise RecipeError([f"{file}: is {words}"])
     tool = tool or tool_of(values)
-    if tool is None and "model" in values and "data" in values:
-        command = shlex.join(["finetune", "check", str(file)])
-        raise RecipeError([f"{file}: is already a recipe; check it by: {command}"])
+    if tool is None and {"model", "data"} <= values.keys():
+        raise RecipeError([f"{file}: is already a recipe; check it by: {shlex.join(['finetune', 'check', str(file)])}"])
     if tool is None:
         titles = ", ".join(TOOL_TITLES.values())
         raise RecipeError([f"{file}: is not a configuration of {titles}; name the tool by --tool"])
@@ -68,7 +63,7 @@ def convert_file(file: Path, tool: Tool | None, gpus: str | None) -> Imported:
     foreign.write("budget", budget.model_dump(exclude_defaults=True) or {"gpus": 0}, machine)
 
     title = [
-        f"{_MARK.removeprefix('# ')}{file.name} ({TOOL_TITLES[tool]}), {machine}.",
+        f"{MARK.removeprefix('# ')}{file.name} ({TOOL_TITLES[tool]}), {machine}.",
         "Behind each line is the key it came from. Rows come in another order, from other random numbers.",
         "A warmup begins above a rate of 0.",
     ]
@@ -91,8 +86,8 @@ _OTHER_FILES = (
 def _values_in(file: Path) -> dict[str, Any]:
     """The file's YAML, a mapping. Raises RecipeError."""
     if file.is_dir():
-        found = sorted(each.name for each in file.iterdir() if each.suffix in (".yaml", ".yml"))
-        named = f": {', '.join(found[:3])}" if found else ""
+        names = sorted(path.name for path in file.iterdir() if path.suffix in (".yaml", ".yml"))
+        named = f": {', '.join(names[:3])}" if names else ""
         raise RecipeError([f"{file}: is a folder; name a tool's configuration in it{named}"])
     if file.suffix in (".py", ".sh"):
         remedy = "write its arguments as YAML: model_name_or_path, dataset_name and the others"
@@ -137,21 +132,3 @@ def _check_recipe(file: Path, text: str, foreign: ForeignConfig) -> None:
             loaded = loaded[part]
         is_same = loaded == value or str(loaded) == str(value)  # a name of digits alone, which a recipe takes as text
         assert isinstance(value, (dict, list)) or is_same, f"{key}: {written(value)} became {written(loaded)}"
-
-
-def find_tool(name: str | None) -> Tool | None:
-    """`finetune.importers.known_tool`."""
-    if not name:
-        return None
-    wanted = name.lower().replace("-", "").replace("_", "")
-    for tool in TOOLS:
-        if tool == wanted:
-            return tool  # type: ignore[no-any-return]
-    raise FinetuneError(f"--tool: {name}: write one of {', '.join(TOOLS)}")
-
-
-def write_imported(path: Path, text: str) -> None:
-    """`finetune.importers.write_recipe`."""
-    if path.exists() and not (path.is_file() and path.read_bytes().startswith(_MARK.encode())):
-        raise FinetuneError(f"-o: {path}: exists and was not made by `finetune import`; name another")
-    write_text(path, text)

@@ -118,6 +118,10 @@ class ForeignConfig:
         """Add a line to the recipe. A comment behind the line names its origin."""
         self.carried[recipe_key] = (value, origin)
 
+    def origin(self, key: str) -> str:
+        """The key if it has a value, else the words for the tool's default."""
+        return key if self.peek(key) else f"{self.tool}'s default"
+
     def default(self, recipe_key: str, value: Any) -> None:
         """Write the tool's default, but only if the recipe's own default differs."""
         if value != recipe_default(recipe_key):

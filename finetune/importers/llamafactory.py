@@ -97,14 +97,14 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
     if objective == "kto":
         if loss == "kto_pair":
             foreign.leave("pref_loss", "differs", "a pair is two judged answers here, and each has its own loss")
-        keys = {"wanted": "kto_chosen_weight", "unwanted": "kto_rejected_weight"}
+        keys = {"desirable": "kto_chosen_weight", "undesirable": "kto_rejected_weight"}
         carry_judged(foreign, **keys, micro_batch="per_device_train_batch_size")
         if foreign.get("pref_ftx"):
             foreign.leave("pref_ftx", "differs", "kto has no supervised part here")
     elif loss == "simpo":
         carry_simpo(foreign)
     elif loss in ("sigmoid", "ipo"):
-        foreign.write("dpo.loss_type", loss, "pref_loss" if foreign.peek("pref_loss") else "LLaMA-Factory's default")
+        foreign.write("dpo.loss_type", loss, foreign.origin("pref_loss"))
         if foreign.get("dpo_label_smoothing"):
             foreign.leave("dpo_label_smoothing", "differs", "sigmoid has none here; dpo.loss_type: robust has another")
     else:

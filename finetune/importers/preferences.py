@@ -43,7 +43,7 @@ def carry_trl_losses(foreign: ForeignConfig, losses: str, weights: str, smoothin
     elif name == "robust":
         foreign.write("dpo.loss_type", "sigmoid", f"{losses}: robust without {smoothing} is sigmoid")
     if name != "robust" or level:
-        foreign.write("dpo.loss_type", name, losses if foreign.peek(losses) else f"{foreign.tool}'s default")
+        foreign.write("dpo.loss_type", name, foreign.origin(losses))
     if share != 1:
         reason = f"the weight of {name} is 1 here, and others count beside it; clipping alone sees the difference"
         foreign.leave(weights, "differs", reason)
@@ -72,10 +72,10 @@ def carry_simpo(foreign: ForeignConfig, *, gamma: str = "simpo_gamma", alpha: st
         carry_supervised_part(foreign, alpha, weight)
 
 
-def carry_judged(foreign: ForeignConfig, *, wanted: str, unwanted: str, micro_batch: str) -> None:
+def carry_judged(foreign: ForeignConfig, *, desirable: str, undesirable: str, micro_batch: str) -> None:
     """The section kto, and the line that says how its baseline differs."""
-    foreign.carry("kto.desirable_weight", wanted, default=1.0)
-    foreign.carry("kto.undesirable_weight", unwanted, default=1.0)
+    foreign.carry("kto.desirable_weight", desirable, default=1.0)
+    foreign.carry("kto.undesirable_weight", undesirable, default=1.0)
     reason = "the KL baseline is a mean over the step's rows here, each with the next row's answer; there over these"
     foreign.leave(micro_batch, "differs", reason, foreign.peek(micro_batch) or "not given")
     rows, origin = foreign.carried["training.global_batch_size"]

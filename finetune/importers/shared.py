@@ -360,17 +360,17 @@ def carry_named_template(foreign: ForeignConfig, key: str, names: Mapping[str, s
 
 def carry_best_model(foreign: ForeignConfig) -> None:
     """training.load_best_model_at_end and its metric, here a held-out loss. Call it after data.eval and the steps."""
-    metric, wanted = foreign.get("metric_for_best_model"), foreign.get("load_best_model_at_end")
-    if wanted and "data.eval" not in foreign.carried:
+    metric, loads_best = foreign.get("metric_for_best_model"), foreign.get("load_best_model_at_end")
+    if loads_best and "data.eval" not in foreign.carried:
         remedy = "add data.eval: {fraction: 0.05}, and training.load_best_model_at_end: true"
         foreign.leave("load_best_model_at_end", "look", f"needs held-out rows; {remedy}")
-        wanted = None
-    if wanted is not None:
-        foreign.write("training.load_best_model_at_end", wanted, "load_best_model_at_end")
+        loads_best = None
+    if loads_best is not None:
+        foreign.write("training.load_best_model_at_end", loads_best, "load_best_model_at_end")
     if metric not in (None, "loss", "eval_loss"):
         foreign.leave("metric_for_best_model", "differs", "the held-out loss over all rows decides here")
     patience, _ = foreign.carried.get("training.early_stopping_patience", (None, ""))
-    if wanted or (wanted is None and patience):
+    if loads_best or (loads_best is None and patience):
         # transformers may evaluate more often than it saves, and takes the best saved model. A recipe saves at each
         # evaluation, so save_steps becomes eval_steps unless it divides them already: 100 divides 500.
         evaluated, _ = foreign.carried.get("eval_steps", (recipe_default("eval_steps"), ""))
@@ -392,13 +392,13 @@ _TRACKER_VARIABLES = {
 }
 
 
-def carry_trackers(foreign: ForeignConfig, wanted: Mapping[str, str]) -> None:
+def carry_trackers(foreign: ForeignConfig, trackers: Mapping[str, str]) -> None:
     """report_to, from trackers by the tool's names, each with the key that asks for it. Settings that this kit
     leaves to the environment are named."""
-    offered = {name: key for name, key in wanted.items() if name in get_args(Tracker)}
+    offered = {name: key for name, key in trackers.items() if name in get_args(Tracker)}
     if offered:
         foreign.write("report_to", list(offered), ", ".join(dict.fromkeys(offered.values())))
-    for name, key in wanted.items():
+    for name, key in trackers.items():
         if name not in offered:
             foreign.leave(key, "look", f"not offered; {', '.join(get_args(Tracker))} are", name)
     for key, (name, variable) in _TRACKER_VARIABLES.items():
@@ -467,7 +467,7 @@ def carry_rope_scaling(foreign: ForeignConfig, *keys: str) -> None:
         return
     kind = (value.get("rope_type") or value.get("type")) if isinstance(value, Mapping) else None
     if kind in ROPE_TYPES:
-        others = {name: each for name, each in value.items() if name not in ("type", "rope_type")}
+        others = {name: setting for name, setting in value.items() if name not in ("type", "rope_type")}
         foreign.write("model.rope_scaling", {"rope_type": kind, **others}, key)
     else:
         foreign.leave(key, "differs", "write model.rope_scaling: {rope_type: yarn, factor: 4.0}, or another kind")

@@ -127,7 +127,7 @@ def _preferences(foreign: ForeignConfig, objective: Objective) -> None:
     if objective == "kto":
         if foreign.get("loss_type", "kto") not in ("kto", ["kto"]):
             foreign.refuse("loss_type", "kto is offered for judged answers; keep TRL for others")
-        keys = {"wanted": "desirable_weight", "unwanted": "undesirable_weight"}
+        keys = {"desirable": "desirable_weight", "undesirable": "undesirable_weight"}
         carry_judged(foreign, **keys, micro_batch="per_device_train_batch_size")
     elif is_simpo:
         foreign.get("loss_type")
@@ -204,7 +204,7 @@ def _number_formats(foreign: ForeignConfig) -> None:
         foreign.leave(key, "differs", "only bfloat16, float16 and float32 are offered")
     if dtype not in _DTYPES:
         dtype = "bfloat16" if dtype else TRL_DEFAULTS["dtype"]
-    foreign.write("model.dtype", dtype, key if foreign.peek(key) else "TRL's default")
+    foreign.write("model.dtype", dtype, foreign.origin(key))
     if "quantization.load_in_4bit" in foreign.carried:
         compute_dtype = "float16" if mixed_precision == "fp16" else dtype
         foreign.write("quantization.bnb_4bit_compute_dtype", compute_dtype, "as model.dtype")
@@ -227,8 +227,8 @@ def _data(foreign: ForeignConfig, objective: Objective) -> None:
         _held_out(foreign)
     lengths = ("max_seq_length", "max_length", "model_max_length", "block_size")
     foreign.carry("data.max_length", *lengths, default=TRL_DEFAULTS["max_length"])
-    foreign.write("data.truncation", "right", "truncation_mode" if foreign.get("truncation_mode") else "TRL's default")
-    if foreign.peek("truncation_mode") == "keep_end":
+    foreign.write("data.truncation", "right", foreign.origin("truncation_mode"))
+    if foreign.get("truncation_mode") == "keep_end":
         foreign.leave("truncation_mode", "differs", "a row that is too long keeps its beginning")
     if foreign.is_null("max_length"):
         foreign.write("data.truncation", "error", "max_length")

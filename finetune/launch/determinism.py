@@ -14,8 +14,8 @@ _REFUSED = "does not have a deterministic implementation"  # torch 2.11 to 2.13:
 
 
 @contextmanager
-def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[None]:
-    """Within the block, torch uses deterministic kernels only, if `wanted` and on CUDA. Afterwards torch is as before.
+def deterministic_algorithms(deterministic: bool, device: torch.device) -> Iterator[None]:
+    """Within the block, torch uses deterministic kernels only, if `deterministic` and on CUDA; then torch is as before.
 
     CPU kernels are deterministic anyway. With `warn_only` torch would only warn about a missing kernel, but then flash
     attention's backward is not deterministic either. So it is an error.
@@ -23,7 +23,7 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
     Raises:
         EnvironmentMismatch: torch has no deterministic kernel for an operation in this model.
     """
-    if not wanted or device.type != "cuda":
+    if not deterministic or device.type != "cuda":
         yield
         return
     were_enabled = torch.are_deterministic_algorithms_enabled()

@@ -29,11 +29,11 @@ def can_fork() -> bool:
     return True
 
 
-def start_forked(send_result: Callable[[Any, Connection], None], asked: Any) -> tuple[BaseProcess, Connection]:
-    """Start `send_result(asked, pipe)` in a forked child. Returns the child and the pipe's receiving end."""
+def start_forked(send_result: Callable[[Any, Connection], None], request: Any) -> tuple[BaseProcess, Connection]:
+    """Start `send_result(request, pipe)` in a forked child. Returns the child and the pipe's receiving end."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=send_result, args=(asked, sender), daemon=True)
+    child = context.Process(target=send_result, args=(request, sender), daemon=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later, with any second thread
         child.start()

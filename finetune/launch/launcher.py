@@ -34,7 +34,7 @@ class Launch:
     """How the trainer was started."""
 
     words: tuple[str, ...]  # the command line as typed: accelerate launch ..., torchrun ..., python ...
-    asked_processes: int | None  # as written on the launcher's command line
+    requested_processes: int | None  # as written on the launcher's command line
     config_file: Path | None  # --config_file of accelerate launch
     threads_chosen: bool  # the user, not the launcher, set OMP_NUM_THREADS
     world_size: int  # from the launcher; 1 without one
@@ -76,16 +76,18 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         typed = launcher_words(sys.orig_argv) or ["python", *sys.orig_argv[1:]]
         if "SLURM_PROCID" in environment and "RANK" in environment:
             typed = ["srun", *typed]
+    # Accelerate 1.15 does not pass on a config's `use_cpu` to several processes, so read the config as well.
+    use_cpu = environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
     world_size = int(environment.get("WORLD_SIZE", "1"))
     nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
     return Launch(
         words=tuple(typed),
-        asked_processes=_asked_processes(options, inherited),
+        requested_processes=_requested_processes(options, inherited),
         config_file=Path(config) if config else None,
         threads_chosen="OMP_NUM_THREADS" in inherited,
         world_size=world_size,
         rank=int(environment.get("RANK", "0")),
-        on_cpu=_on_cpu(environment, config),
+        on_cpu=use_cpu or _settings_of(config).get("use_cpu") is True,
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", max(1, world_size // nodes))),
         nodes=nodes,
@@ -173,16 +175,6 @@ def speaks_for_ranks(name: str = "RANK", environment: Mapping[str, str] = os.env
     return not among_ranks or not rank.isdigit() or int(rank) == 0
 
 
-def _on_cpu(environment: Mapping[str, str], config: str | None) -> bool:
-    """Whether the launcher was asked to use the CPU.
-
-    Accelerate 1.15 does not pass on a config's `use_cpu` to several processes, so read the config as well.
-    """
-    if environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes"):
-        return True
-    return _settings_of(config).get("use_cpu") is True
-
-
 _VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -208,9 +200,7 @@ def _settings_of(config: str | None) -> dict[str, Any]:
         settings = yaml_value(read_regular(config, MAX_BYTES).decode("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    if isinstance(settings, dict):
-        return settings
-    return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 # Each launcher leaves one of these in a rank's environment: `finetune train` (local_ranks.py), torchrun,
@@ -283,7 +273,7 @@ def _find_launcher(environment: Mapping[str, str]) -> tuple[list[str], Mapping[s
         return words, environment
 
 
-def _asked_processes(options: Sequence[str], inherited: Mapping[str, str]) -> int | None:
+def _requested_processes(options: Sequence[str], inherited: Mapping[str, str]) -> int | None:
     """Requested processes on all machines.
 
     accelerate's --num_processes is this number. torchrun counts one machine's processes: 8 on each of 2 nodes are 16.

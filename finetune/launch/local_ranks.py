@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import psutil
 
@@ -25,7 +24,7 @@ from finetune.errors import STOPPED, EnvironmentMismatch, FinetuneError, RankLos
 from finetune.launch.launcher import BY_TRAIN_VERB, under_launcher
 from finetune.launch.plan import LaunchPlan
 from finetune.launch.script import line_of_machine
-from finetune.launch.signals import BROKEN_OFF, FIRST_SIGNAL, STOPPING
+from finetune.launch.signals import BROKEN_OFF, FIRST_SIGNAL, on_signals
 from finetune.launch.slurm import slurm_ranks
 from finetune.wording import counted
 
@@ -112,7 +111,8 @@ def run_ranks(command: Sequence[str], count: int, *, on_cpu: bool) -> int:
         The run's exit code: 0, or the first failed rank's code (1 if it was killed), or 130 after a signal.
     """
     group = _Ranks(command, _environments(count, on_cpu=on_cpu))
-    with _received_signals() as received:
+    received: list[int] = []
+    with on_signals(lambda number, frame: received.append(number)):
         try:
             group.start()
             while group.running():
@@ -196,7 +196,7 @@ class _Ranks:
         # A signal killed this rank. Other ranks that were training have reported it and ended with RankLost's code.
         if RankLost.exit_code not in codes:
             rank, number = self._first_failed, -codes[self._first_failed]
-            name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+            name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
             print(
                 f"rank {rank} (process {self._processes[rank].pid}) was ended by {name}, perhaps for memory (see dmesg)"
                 "; start the same command again, with more memory free",
@@ -209,25 +209,6 @@ class _Ranks:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
-
-
-@contextmanager
-def _received_signals() -> Iterator[list[int]]:
-    """Collect the signals that ask a run to stop. A SIGHUP that is ignored (nohup) stays ignored."""
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    numbers = list(STOPPING)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        numbers.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _environments(count: int, *, on_cpu: bool) -> list[dict[str, str]]:

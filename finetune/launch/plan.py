@@ -20,9 +20,8 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.sections.model import PREFIX
 from finetune.recipe.sections.preferences import names_second_model
-from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
-from finetune.recipe.strategy_fit import ranks_problem
-from finetune.redaction import secret_key
+from finetune.recipe.strategy import CONFIG_FOLDER, Strategy
+from finetune.recipe.strategy_fit import ranks_problem, refuse_recipe, refuse_secrets
 from finetune.wording import counted
 
 Launcher = Literal["slurm", "torchrun", "kubeflow", "hf-jobs", "ray"]
@@ -88,20 +87,30 @@ class LaunchPlan:
     def shipped_recipe(self) -> str | None:
         """The recipe's name if it comes with the package, so an image has it too; else None."""
         path = self.loaded.path.resolve()
-        if path.parent == RECIPES.resolve():
-            return path.stem
-        return None
+        return path.stem if path.parent == RECIPES.resolve() else None
 
     @property
     def local_paths(self) -> tuple[tuple[str, str], ...]:
         """(key, path) for each file or folder of this machine that the recipe reads and an image does not have."""
+        recipe = self.loaded.recipe
+        names = [("model.name_or_path", recipe.model.name_or_path), ("model.adapter", recipe.model.adapter)]
+        names += [("data.chat_template", recipe.data.chat_template)]
+        names += [("data", entry.path) for entry in recipe.data.sets if entry.data_files is None]
+        if recipe.preferences is not None and names_second_model(recipe.preferences):
+            names.append((f"{recipe.training.objective}.reference", recipe.preferences.reference))
+        local = [
+            (key, name) for key, name in names if name and (name.startswith((".", os.sep)) or os.path.exists(name))
+        ]
+        if not self.strategy.path.resolve().is_relative_to(CONFIG_FOLDER.resolve()):
+            local.append(("accelerate_config", recipe.accelerate_config))
+        for entry in recipe.data.sets:
+            files = entry.data_files or []
+            local += [("data", name) for name in ([files] if isinstance(files, str) else files)]
+        if recipe.eval.generate.file is not None:
+            local.append(("eval.generate.file", recipe.eval.generate.file))
         # A packaged recipe finds the package's files wherever the package is.
-        shipped = (SHIPPED / "data").resolve()
-        return tuple(
-            (key, path)
-            for key, path in _local_paths(self)
-            if self.shipped_recipe is None or not Path(path).resolve().is_relative_to(shipped)
-        )
+        shipped = (SHIPPED / "data").resolve() if self.shipped_recipe else None
+        return tuple(entry for entry in local if not (shipped and Path(entry[1]).resolve().is_relative_to(shipped)))
 
     @property
     def world(self) -> int:
@@ -145,9 +154,8 @@ def plan_launch(
         if not re.fullmatch(form, value):
             raise FinetuneError(f"--{name}: {printable(value)!r} is not {meant}")
     loaded = load_recipe(recipe, overrides)
-    if secret := secret_key(loaded.recipe.model_dump(mode="json"), ()):
-        raise FinetuneError(f"{secret[0]}: holds {secret[1]}; remove it, and revoke it if it was ever shown")
-    budget, strategy = loaded.recipe.budget, strategy_of(loaded.recipe)
+    refuse_secrets(loaded.recipe)
+    budget, strategy = loaded.recipe.budget, refuse_recipe(loaded.recipe)
     machines = {"nodes": budget.nodes, "gpus": budget.gpus}
     typed: list[str] = []
     if nodes is not None:
@@ -181,19 +189,17 @@ def plan_launch(
 
 
 def _misfits(plan: LaunchPlan) -> Iterator[str]:
-    """Reasons why the trainer would refuse these machines, or why ranks would be idle."""
-    strategy, world = plan.strategy, plan.world
-    each = counted(plan.ranks, "CPU process", "CPU processes")
-    if plan.gpus:
-        each = counted(plan.gpus, "GPU")
-    machines = f"{plan.nodes} x {each}"
+    """Each reason why these machines cannot start the recipe, or why ranks would be idle."""
+    recipe, strategy, world = plan.loaded.recipe, plan.strategy, plan.world
+    processors = counted(plan.gpus, "GPU") if plan.gpus else counted(plan.ranks, "CPU process", "CPU processes")
+    machines = f"{plan.nodes} x {processors}"
     if strategy.only_where and plan.gpus:
         place = f"accelerate_config: {strategy.name}"
         yield f"{place} runs on a CPU, not on {machines}; set accelerate_config=ddp, or take no GPU: budget.gpus=0"
-    if problem := ranks_problem(plan.loaded.recipe, strategy, world, plan.ranks, machines):
+    if problem := ranks_problem(recipe, strategy, world, plan.ranks, machines):
         yield problem
     # Stages of one pipeline share their rows, so only the pipelines are counted.
-    rows, readers = plan.loaded.recipe.training.global_batch_size, strategy.data_rank_count(world)
+    rows, readers = recipe.training.global_batch_size, strategy.data_rank_count(world)
     if rows < readers:
         idle = f"{counted(rows, 'row')} a step leave {readers - rows} of {readers} ranks without one"
         yield f"training.global_batch_size: {idle}; raise it to {readers}, or take fewer GPUs"
@@ -203,14 +209,11 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
         yield f"--image: apptainer reads {image} as a file's name; write docker://{image}, or a .sif file"
     if image and plan.launcher in ("kubeflow", "hf-jobs") and is_of_apptainer:
         yield f"--image: {image} is apptainer's, and {plan.launcher} takes a registry's: REGISTRY/finetune:1.0"
-    if plan.launcher in ("kubeflow", "hf-jobs"):
-        yield from _misfits_of_an_image(plan)
-
-
-def _misfits_of_an_image(plan: LaunchPlan) -> Iterator[str]:
-    """Reasons why a container without this machine's folders cannot run the recipe."""
-    on, recipe = plan.launcher, plan.loaded.recipe
-    if plan.options.image is None:
+    on = plan.launcher
+    if on not in ("kubeflow", "hf-jobs"):
+        return
+    # A container has none of this machine's folders.
+    if not image:
         yield (
             f"--image: is missing, and {on} runs a container; build one from the checkout's Dockerfile, push it, and "
             "name it: --image REGISTRY/finetune:1.0"
@@ -243,23 +246,3 @@ def _misfits_of_an_image(plan: LaunchPlan) -> Iterator[str]:
             "hub.push: is false, and a job's disk ends with it; set hub.push=true hub.repo_id=OWNER/NAME, or "
             "run.storage=hf://OWNER/NAME@BRANCH"
         )
-
-
-def _local_paths(plan: LaunchPlan) -> Iterator[tuple[str, str]]:
-    recipe = plan.loaded.recipe
-    names = [("model.name_or_path", recipe.model.name_or_path), ("model.adapter", recipe.model.adapter)]
-    names += [("data.chat_template", recipe.data.chat_template)]
-    names += [("data", entry.path) for entry in recipe.data.sets if entry.data_files is None]
-    if recipe.preferences is not None and names_second_model(recipe.preferences):
-        names.append((f"{recipe.training.objective}.reference", recipe.preferences.reference))
-    for key, name in names:
-        if name is not None and (name.startswith((".", os.sep)) or os.path.exists(name)):
-            yield key, name
-    if not plan.strategy.path.resolve().is_relative_to(CONFIG_FOLDER.resolve()):
-        yield "accelerate_config", recipe.accelerate_config
-    for entry in recipe.data.sets:
-        files = entry.data_files or []
-        for name in [files] if isinstance(files, str) else files:
-            yield "data", name
-    if recipe.eval.generate.file is not None:
-        yield "eval.generate.file", recipe.eval.generate.file

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 
 import psutil
@@ -17,7 +18,7 @@ import torch
 
 from finetune.errors import EnvironmentMismatch, NoRendezvous
 from finetune.launch.launcher import Launch
-from finetune.launch.signals import ended_by_interrupt
+from finetune.launch.signals import on_signals
 from finetune.paths import from_here
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER
@@ -116,7 +117,9 @@ def rendezvous(launch: Launch) -> Iterator[None]:
     if launch.world_size > 1 and launch.local_rank == 0:
         hint.start()
     try:
-        with ended_by_interrupt() if launch.world_size > 1 else nullcontext():
+        # A rank that waits for the others inside a library runs none of Python's handlers. The launcher would kill it
+        # after 30 s, or nobody would.
+        with on_signals(signal.SIG_DFL, [signal.SIGINT] if launch.world_size > 1 else []):
             yield
     except (RuntimeError, ValueError) as error:
         # torch's ValueError about a missing MASTER_ADDR says "rendezvous". Any other is a mistake in the code inside.

@@ -22,8 +22,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -134,46 +134,39 @@ def stopped_by_signals() -> Iterator[None]:
         raise KeyboardInterrupt(STOPPED)
 
     several = under_launcher() or {"RANK", "SLURM_PROCID"} & os.environ.keys()
-    if several or threading.current_thread() is not threading.main_thread():
+    with on_signals(stop, () if several else STOPPING[1:]):  # Python itself hears SIGINT
         yield
-        return
-    numbers = [number for number in STOPPING if number != signal.SIGINT and _is_heard(number)]
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
-def ended_by_interrupt() -> Iterator[None]:
-    """Within the block, SIGINT ends this process at once, as SIGTERM does.
+def on_signals(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers, numbers: Sequence[signal.Signals] = STOPPING
+) -> Iterator[list[signal.Signals]]:
+    """Give these signals a handler while the block runs, and then their earlier handlers. Yields those that have it.
 
-    A rank that waits for the others inside a library runs none of Python's handlers. The launcher would kill it after
-    30 s, or nobody would.
+    A SIGHUP that is ignored (nohup) stays ignored. Outside the main thread Python allows no handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else []
+        before = {number: signal.signal(number, handler) for number in numbers if number not in ignored}
     try:
-        yield
+        yield [*before]
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @contextmanager
 def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[None]:
-    """Obey the signals in STOPPING while the block runs. Afterwards the earlier handlers are restored.
+    """Obey the signals in STOPPING while the block runs.
 
     Within `request.finishes_step()` a signal sets the flag. Otherwise it raises Interrupted. If the process is
     still here SECONDS_TO_LEAVE later (it computes, or waits for another rank, inside a library), a thread ends it with
     exit code 130.
 
-    A SIGHUP that is ignored (nohup) stays ignored. Outside the main thread Python allows no handlers, so the flag is
-    never set. Do not enter the block before the process group exists: a rank that waits for another inside a library
-    cannot run a Python handler. Only the signal's default action ends it before the launcher's 30 s.
+    Do not enter the block before the process group exists: a rank that waits for another inside a library cannot run a
+    Python handler. Only the signal's default action ends it before the launcher's 30 s.
 
     Args:
         request: The flag.
@@ -205,17 +198,8 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
             with suppress(OSError):  # standard error may be a file on a full disk
                 os.write(2, message + b"\n")
 
-    if threading.current_thread() is not threading.main_thread():
+    with on_signals(handle) as numbers, _ended_in_time(request, numbers) if numbers else nullcontext():
         yield
-        return
-    numbers = [number for number in STOPPING if _is_heard(number)]
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        with _ended_in_time(request, numbers):
-            yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -255,10 +239,6 @@ def _ended_in_time(request: StopRequest, numbers: Sequence[int]) -> Iterator[Non
         thread.join()
         os.close(writer)
         os.close(reader)
-
-
-def _is_heard(number: signal.Signals) -> bool:
-    return not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN)
 
 
 def die_with_launcher() -> bool:

@@ -20,7 +20,6 @@ _STEP_VARIABLES = (
     "SLURM_STEP_NUM_TASKS",
     "SLURM_SRUN_COMM_PORT",
 )
-_CORES_PER_RANK = 8
 _MOST_HOSTS = 100_000  # in one range: no cluster has more
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below Linux's ephemeral ports, which begin at 32,768
 

@@ -21,6 +21,7 @@ import yaml
 
 from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
+from finetune.launch.signals import on_signals
 from finetune.launch.with_parent import with_parent
 from finetune.paths import TRAIN_SCRIPT
 from finetune.recipe.strategy import CONFIG_FOLDER, Strategy
@@ -240,9 +241,5 @@ def ended_by_signals() -> Iterator[None]:
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with on_signals(interrupt, (signal.SIGTERM, signal.SIGHUP)):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -78,16 +78,16 @@ def _own_groups(groups: Path, own: Path, controller: str) -> list[Path]:
     often the root. Version 1 has one folder per set of controllers, such as `cpu,cpuacct`, and one link per
     controller.
     """
-    found = [groups, groups / controller]
+    folders = [groups, groups / controller]
     for line in _text(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         folder = (groups / controller if controllers else groups) / path.strip("/")
-        while folder not in found and folder.is_relative_to(groups):
-            found.append(folder)
+        while folder not in folders and folder.is_relative_to(groups):
+            folders.append(folder)
             folder = folder.parent
-    return found
+    return folders
 
 
 def _left(group: Path) -> int | None:

@@ -62,10 +62,13 @@ class Window:
         weights = [record.units or record.supervised_tokens for record in records]
         loss, metrics = last.loss, last.metrics
         if len(records) > 1:
-            loss = math.fsum(record.loss * weight for record, weight in zip(records, weights, strict=True)) / sum(
-                weights
-            )
-            metrics = _mean_metrics(records, weights)
+            weighted = [*zip(records, weights, strict=True)]
+            loss, metrics = math.fsum(record.loss * weight for record, weight in weighted) / sum(weights), {}
+            for name in dict.fromkeys(name for record in records for name in record.metrics):
+                # The mean over the steps that have it, by their units.
+                having = [(record.metrics[name], weight) for record, weight in weighted if name in record.metrics]
+                total = sum(weight for _, weight in having)
+                metrics[name] = math.fsum(value * weight for value, weight in having) / total
         norms = [record.grad_norm for record in records if record.grad_norm is not None]
         line = {
             "kind": "train",
@@ -85,17 +88,6 @@ class Window:
         if last.loss_scale is not None:
             line |= {"loss_scale": last.loss_scale, "skipped_steps": last.skipped_steps}
         return line
-
-
-def _mean_metrics(records: list[StepRecord], weights: list[int]) -> dict[str, float]:
-    """Each metric's mean over the steps that have it, by their units."""
-    means = {}
-    for name in dict.fromkeys(name for record in records for name in record.metrics):
-        having = [
-            (record.metrics[name], w) for record, w in zip(records, weights, strict=True) if name in record.metrics
-        ]
-        means[name] = math.fsum(value * weight for value, weight in having) / sum(weight for _, weight in having)
-    return means
 
 
 def eval_line(step: int, losses: Mapping[str, float]) -> dict[str, Any]:
@@ -197,6 +189,10 @@ class Terminal:
         rewards = {}
         if "reward_accuracy" in line:
             rewards["accuracy"] = f"accuracy {line['reward_accuracy']:.0%}"
+        assert self._began is not None
+        began, first = self._began
+        steps_done = line["step"] - first
+        step_seconds = (self._clock() - began) / steps_done if steps_done else line["step_seconds"]
         norm = "overflow" if line["grad_norm"] is None else f"{line['grad_norm']:.3g}"
         if "loss_scale" in line:
             norm += f"  scale {line['loss_scale']:.0f}, {line['skipped_steps']} skipped"
@@ -208,7 +204,7 @@ class Terminal:
             "speed": f"{line['tokens_per_second']:,.0f} tok/s",
             "memory": f"{self.memory_of} {line['peak_memory_gib']:.1f} GiB",
             "wait": f"data wait {line['data_wait_fraction']:.0%}",
-            "ETA": f"ETA {self._remaining(line)}",
+            "ETA": f"ETA {duration(step_seconds * (self._total - line['step']))}",
         }
 
     def _fitted(self, parts: dict[str, str], width: int, data_are_quick: bool) -> str:
@@ -221,13 +217,6 @@ class Terminal:
         if bars >= FEWEST_BARS:
             parts["loss"] += f" {sparkline(list(self._losses), bars)}"
         return "  ".join(parts.values())[:width]
-
-    def _remaining(self, line: dict[str, Any]) -> str:
-        assert self._began is not None
-        began, first = self._began
-        steps_done = line["step"] - first
-        seconds = (self._clock() - began) / steps_done if steps_done else line["step_seconds"]
-        return duration(seconds * (self._total - line["step"]))
 
     def _erase(self) -> None:
         if self._passing:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -101,7 +101,11 @@ class Phases:
             restart_peak(self.device)
         self._storages.restart_peak()
         start = time.perf_counter()
-        with self._watching() if self._watch else nullcontext():
+        with ExitStack() as stack:
+            if self._watch:
+                stack.enter_context(loading_in_this_thread())
+                stack.enter_context(self._storages.watch_resizes())
+                stack.enter_context(_Watch(self._storages, self._traffic))
             yield
         self._settle()
         seconds = time.perf_counter() - start
@@ -135,17 +139,17 @@ class Phases:
         if not self.enabled:
             return []
         own = {name: phase.as_json() for name, phase in self.take().items()}
-        ranks = _gather(own)
+        ranks: list[Any] = [own]
+        if distributed.is_available() and distributed.is_initialized():
+            ranks *= distributed.get_world_size()
+            distributed.gather_object(own, ranks if distributed.get_rank() == 0 else None)
+            if distributed.get_rank() != 0:
+                return []
         return [
             {"kind": "phase", "step": step, "rank": rank, "phase": name, **figures}
             for rank, phases in enumerate(ranks)
             for name, figures in phases.items()
         ]
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        with loading_in_this_thread(), self._storages.watch_resizes(), _Watch(self._storages, self._traffic):
-            yield
 
     def _settle(self) -> None:
         if self.device.type == "cuda":
@@ -189,15 +193,6 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._storages.see((args, kwargs, result))
         return result
-
-
-def _gather(value: Any) -> list[Any]:
-    """The values of all ranks, on rank 0; empty elsewhere."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return [value]
-    values: list[Any] | None = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
-    distributed.gather_object(value, values)
-    return values or []
 
 
 def peak_of(device: torch.device) -> Literal["tensors", "process"]:

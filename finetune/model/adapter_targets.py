@@ -66,7 +66,12 @@ def resolve_targets(model: PreTrainedModel, lora: Lora) -> Targets:
                 f"lora.{setting[0]}: is {setting[1]}, which peft does not offer for the parameters that all-linear "
                 f"reaches here, {', '.join(by_parameter)}; remove it, or leave them out: lora.target_parameters: []"
             )
-        parameters = [*_shortest(plain, [name for name, _ in model.named_parameters()]), *parameters]
+        # Kinds where they mean these paths alone, else whole paths.
+        every, shortest = [name for name, _ in model.named_parameters()], list[str]()
+        for kind in dict.fromkeys(map(kind_of, plain)):
+            own = [path for path in plain if kind_of(path) == kind]
+            shortest += [kind] if {*ends_of(every, kind)} == {*own} else own
+        parameters = [*shortest, *parameters]
     return Targets([path for path in layers if path not in renamed], parameters)
 
 
@@ -312,6 +317,8 @@ def reach(model: nn.Module, base: PreTrainedModel, numel: Callable[[Tensor], int
         numel: Counts the elements of an unpacked parameter, which an engine may hold in part.
     """
     adapted = adapted_paths(model)
+    if not adapted:
+        return {"adapted_modules": {}, "reached_share": 0.0, "left_out": {}, "adds_left_out": None}
     matrices = _matrices(base, numel)
     copied = {base_path(path) for path, _ in base.named_modules() if path.endswith(".original_module")}
     reached = copied | set(adapted) | {path.removesuffix(".weight") for path in adapted}
@@ -320,11 +327,23 @@ def reach(model: nn.Module, base: PreTrainedModel, numel: Callable[[Tensor], int
         if path not in reached:
             left[kind_of(path)] += weights
     held = {kind: weights / total for kind, weights in left.most_common()}
+    # The line of `lora` that adds adapters to the kinds that have none, if a line does.
+    layers, past = linear_layers(base), {kind_of(base_path(path)) for path in _read_by_kernels(base)}
+    linear = {kind_of(base_path(path)) for path in layers}
+    named = {kind_of(base_path(name)) for name, _ in base.named_parameters()}
+    whole = {kind_of(base_path(path)) for path, module in base.named_modules() if hasattr(module, "finetune_experts")}
+    named = {kind for kind in named if kind.removesuffix(".weight") not in whole} | whole
+    lacking, adds = [kind for kind in held if kind not in past], None
+    if lacking and linear.issuperset(lacking) and not _taken_for_experts(base, layers):
+        adds = "lora.target_modules: all-linear"
+    elif lacking:
+        parameters = [kind if kind in named else f"{kind}.weight" for kind in lacking]
+        adds = f"lora.target_parameters: [{', '.join(parameters)}]"
     return {
         "adapted_modules": dict(Counter(map(_short, adapted))),
-        "reached_share": 1 - sum(held.values()) if adapted else 0.0,
-        "left_out": held if adapted else {},
-        "adds_left_out": _line_that_adds(base, list(held)) if adapted else None,
+        "reached_share": 1 - sum(held.values()),
+        "left_out": held,
+        "adds_left_out": adds,
     }
 
 
@@ -370,23 +389,6 @@ def _matrices(base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str
     return found
 
 
-def _line_that_adds(base: PreTrainedModel, kinds: Iterable[str]) -> str | None:
-    """The line of `lora` that adds adapters to kinds that have none; None: no line does."""
-    layers, past = linear_layers(base), {kind_of(base_path(path)) for path in _read_by_kernels(base)}
-    linear = {kind_of(base_path(path)) for path in layers}
-    named = {kind_of(base_path(name)) for name, _ in base.named_parameters()}
-    renamed = _taken_for_experts(base, layers)
-    whole = {kind_of(base_path(path)) for path, module in base.named_modules() if hasattr(module, "finetune_experts")}
-    named = {kind for kind in named if kind.removesuffix(".weight") not in whole} | whole
-    wanted = [kind for kind in kinds if kind not in past]
-    if wanted and linear.issuperset(wanted) and not renamed:
-        return "lora.target_modules: all-linear"
-    parameters = [kind if kind in named else f"{kind}.weight" for kind in wanted]
-    if wanted:
-        return f"lora.target_parameters: [{', '.join(parameters)}]"
-    return None
-
-
 def _taken_for_experts(model: PreTrainedModel, layers: Iterable[str]) -> set[str]:
     """Layers that no list can name. If an architecture has experts, peft 0.21 reads names such as gate_proj as experts
     of transformers 4 and adapts the experts instead (utils/transformers_weight_conversion.py)."""
@@ -420,15 +422,6 @@ def _is_plain(layer: Any) -> bool:
     except (RuntimeError, TypeError, ValueError):
         return False
     return isinstance(answer, Tensor) and answer.shape == (1, 1, layer.out_features)
-
-
-def _shortest(paths: list[str], every: list[str]) -> list[str]:
-    """Kinds where they mean these paths alone, else whole paths."""
-    chosen: list[str] = []
-    for kind in dict.fromkeys(map(kind_of, paths)):
-        own = [path for path in paths if kind_of(path) == kind]
-        chosen += [kind] if set(ends_of(every, kind)) == set(own) else own
-    return chosen
 
 
 def _is_added(path: str) -> bool:

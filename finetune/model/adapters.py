@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from finetune.architecture.loss import AS_IT_IS, LogitTransform, OwnRows, summed_cross_entropy
 from finetune.errors import FinetuneError
 from finetune.model.adapter_targets import (
-    Targets,
     adapted_paths,
     is_excluded,
     kind_of,
@@ -37,14 +36,23 @@ def add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool, new_rows: 
 
     Raises FinetuneError if a name in `lora` means nothing here, or means something else to peft than to the recipe.
     """
-    from peft import get_peft_model  # takes a second, with bitsandbytes: only where adapters are
+    from peft import LoraConfig, get_peft_model  # takes a second, with bitsandbytes: only where adapters are
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     with experts_as_parameters(model):
         refuse_unknown_names(model, lora)
         targets = resolve_targets(model, lora)
         asked = named_targets(model, lora, targets)
-        config = _peft_config(lora, targets, on_meta=model.device.type == "meta")
+        settings = lora.model_dump(exclude={"loraplus_lr_ratio"})
+        settings |= {"target_modules": targets.modules, "target_parameters": targets.parameters or None}
+        for key in ("modules_to_save", "exclude_modules"):
+            settings[key] = settings[key] or None
+        if float(lora.lora_alpha).is_integer():  # peft and those who read its files declare a whole number
+            settings["lora_alpha"] = int(lora.lora_alpha)
+        if model.device.type == "meta":  # the values come from a rank that has the weights
+            settings["init_lora_weights"] = True
+        with silenced_peft():
+            config = LoraConfig(task_type="CAUSAL_LM", **settings)
         if new_rows:
             config.trainable_token_indices = _places_of_rows(model, lora, asked, new_rows)
         try:
@@ -94,21 +102,6 @@ def experts_as_parameters(model: nn.Module) -> AbstractContextManager[None]:
     from finetune.model.packed_experts import experts_by_shape
 
     return experts_by_shape(model)
-
-
-def _peft_config(lora: Lora, targets: Targets, *, on_meta: bool) -> Any:
-    from peft import LoraConfig
-
-    settings = lora.model_dump(exclude={"loraplus_lr_ratio"})
-    settings |= {"target_modules": targets.modules, "target_parameters": targets.parameters or None}
-    for key in ("modules_to_save", "exclude_modules"):
-        settings[key] = settings[key] or None
-    if float(lora.lora_alpha).is_integer():  # peft and those who read its files declare a whole number
-        settings["lora_alpha"] = int(lora.lora_alpha)
-    if on_meta:  # the values come from a rank that has the weights
-        settings["init_lora_weights"] = True
-    with silenced_peft():
-        return LoraConfig(task_type="CAUSAL_LM", **settings)
 
 
 def _places_of_rows(model: PreTrainedModel, lora: Lora, asked: set[str], rows: Sequence[int]) -> dict[str, list[int]]:

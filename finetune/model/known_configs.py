@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,7 @@ HUB_NAMES: dict[str, tuple[str, ...]] = {
     "gpt-oss-120b-bf16": ("unsloth/gpt-oss-120b-BF16",),
     "olmo-3-7b": ("allenai/Olmo-3-7B", "allenai/Olmo-3-1025-7B", "allenai/Olmo-3-7B-Think"),
     "olmo-3-32b": ("allenai/Olmo-3-1125-32B", "allenai/Olmo-3-32B-Think"),
-    "smollm3-3b": (
-        "HuggingFaceTB/SmolLM3-3B",
-        "HuggingFaceTB/SmolLM3-3B-Base",
-        "HuggingFaceTB/SmolLM3-3B-checkpoints",
-    ),
+    "smollm3-3b": ("HuggingFaceTB/SmolLM3-3B", "HuggingFaceTB/SmolLM3-3B-Base", "HuggingFaceTB/SmolLM3-3B-checkpoints"),
     "glm-4-9b-0414": ("zai-org/GLM-4-9B-0414", "THUDM/GLM-4-9B-0414"),
     "ministral-3-3b": ("mistralai/Ministral-3-3B-Instruct-2512", "mistralai/Ministral-3-3B-Base-2512"),
     "ministral-3-8b": ("mistralai/Ministral-3-8B-Instruct-2512", "mistralai/Ministral-3-8B-Base-2512"),
@@ -96,7 +93,15 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
     if unties(file.parent, config):
         config["tie_word_embeddings"] = False
     if isinstance(config.get("text_config"), dict):
-        config = _trained_part(config)
+        from transformers import AutoConfig  # takes a second, with torch: only where a model has more parts than one
+
+        from finetune.model.text_part import trained_config
+
+        with suppress(Exception):  # not known here, or with values that no model has: building it says so
+            whole = AutoConfig.for_model(**config)
+            part = trained_config(whole)
+            if part is not whole:
+                config = json.loads(part.to_json_string(use_diff=False))
     return config, f"finetune/model/configs/{file.name}" if file.parent == CONFIGS else str(file)
 
 
@@ -213,15 +218,14 @@ def decoder_config(name_or_path: str, revision: str = "main") -> tuple[dict[str,
             f"{config.get('model_type')} by itself; such a model is trained as a whole, and can be neither planned nor "
             "rehearsed"
         )
-    if all(name in config for name in COMMON_NAMES) or "model_type" not in config:
-        return config, source
-    from transformers import CONFIG_MAPPING  # takes a second, with torch: only where names are missing
+    if "model_type" in config and not all(name in config for name in COMMON_NAMES):
+        from transformers import CONFIG_MAPPING  # takes a second, with torch: only where names are missing
 
-    own_names: Mapping[str, str] = {}
-    if config["model_type"] in CONFIG_MAPPING:  # an architecture accepts both kinds of names
-        own_names = CONFIG_MAPPING[config["model_type"]].attribute_map
-    renamed = {own_names[name]: name for name in COMMON_NAMES if name in own_names and name not in config}
-    return {renamed.get(name, name): value for name, value in config.items()}, source
+        if config["model_type"] in CONFIG_MAPPING:  # its classes accept the common names beside the architecture's own
+            own_names = CONFIG_MAPPING[config["model_type"]].attribute_map
+            renamed = {own_names[name]: name for name in COMMON_NAMES if name in own_names and name not in config}
+            config = {renamed.get(name, name): value for name, value in config.items()}
+    return config, source
 
 
 def planned_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, Any], str]:
@@ -243,22 +247,6 @@ def config_if_known(section: ModelSection) -> dict[str, Any] | None:
         return planned_config(section.name_or_path, section.revision)[0]
     except FinetuneError:
         return None
-
-
-def _trained_part(config: dict[str, Any]) -> dict[str, Any]:
-    from transformers import AutoConfig  # takes a second, with torch: only where a model has more parts than one
-
-    from finetune.model.text_part import trained_config
-
-    try:
-        whole = AutoConfig.for_model(**config)
-        part = trained_config(whole)
-    except Exception:  # not known here, or with values that no model has: building it says so
-        return config
-    if part is whole:
-        return config
-    written: dict[str, Any] = json.loads(part.to_json_string(use_diff=False))
-    return written
 
 
 def shipped_config(name: str) -> Path | None:

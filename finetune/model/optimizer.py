@@ -13,39 +13,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from finetune.errors import EnvironmentMismatch, RecipeError
+from finetune.errors import RecipeError
 from finetune.model.dtypes import dtype_name
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe, Training
-from finetune.recipe.sections.training import Optimizer
-from finetune.wording import counted, install_command
+from finetune.wording import counted
 
 if TYPE_CHECKING:
     from finetune.model.optimizers.rounded_adamw import LocalPart
 
 RATE_RATIO = "rate_ratio"  # of a parameter group: its learning rate over the step's
-
-
-def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> None:
-    """Refuse, before anything is loaded, an optimizer that would not be the one asked for. Raises EnvironmentMismatch.
-
-    Pages are CUDA's managed memory: on a CPU bitsandbytes would take its plain classes, with one warning. Its plain
-    8-bit AdamW has a CPU kernel since 0.50. Its kernels take no sharded tensors (0.50.2): over shards BlockwiseAdamW
-    stands for those without pages.
-    """
-    spec = OPTIMIZERS[name]
-    if spec.library(sharded=sharded) != "bitsandbytes":
-        return
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        remedy = f"install it in the checkout: {install_command('qlora')}"
-        raise EnvironmentMismatch(f"training.optim: {name} needs bitsandbytes; {remedy}") from error
-    if on_cpu and spec.paged:
-        raise EnvironmentMismatch(
-            f"training.optim: {name} pages its state between GPU and host, a CPU has no such pages; "
-            f"set training.optim={spec.unpaged}"
-        )
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart | None = None) -> torch.optim.Optimizer:
@@ -242,17 +219,7 @@ class Schedule:
         assert isinstance(scheduler, LambdaLR)
         factor: Callable[[int], float] = scheduler.lr_lambdas[0]
         self._factor = factor
-        self._refuse_idle_ends(training, total_steps)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of step `step`, counted from 0."""
-        if step >= self._warmup:
-            return self._highest * float(self._factor(step))
-        # The shape is at its top at (warmup / warmup); what it makes of step `warmup` belongs to the decay.
-        return self._highest * (1.0 if step + 1 == self._warmup else float(self._factor(step + 1)))
-
-    def _refuse_idle_ends(self, training: Training, total_steps: int) -> None:
-        """Raises RecipeError where the first or the last steps have rate 0: they would cost time and train nothing."""
+        # With rate 0, the first or the last steps would cost time and train nothing.
         moving = next((step for step in range(total_steps) if self.rate(step) > 0), None)
         if moving == 0 and self.rate(total_steps - 1) > 0:
             return
@@ -265,3 +232,10 @@ class Schedule:
             problem = f"the rate of steps {first:,} to {until:,} of {total_steps:,} is 0"
         remedy = "correct training.lr_scheduler_kwargs or training.learning_rate, or train for another number of steps"
         raise RecipeError([f"training.lr_scheduler_type: {training.lr_scheduler_type}: {problem}; {remedy}"])
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step `step`, counted from 0."""
+        if step >= self._warmup:
+            return self._highest * float(self._factor(step))
+        # The shape is at its top at (warmup / warmup); what it makes of step `warmup` belongs to the decay.
+        return self._highest * (1.0 if step + 1 == self._warmup else float(self._factor(step + 1)))

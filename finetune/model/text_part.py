@@ -184,18 +184,20 @@ def name_for_both(folder: Path, adapted: nn.Module, names: WholeNames) -> None:
     if parameters := config.get("target_parameters"):
         config["target_parameters"] = sorted({*parameters, *map(names.of, parameters)})
     if saved := config.get("modules_to_save"):
-        copied = _copied(adapted)
+        copied = {base_path(path) for path, _ in adapted.named_modules() if path.endswith(".original_module")}
         reached = {path for path, _ in names.whole.named_modules() if path.endswith(tuple(saved))}  # as peft does
         if reached != set(map(names.of, copied)):  # names match modules in other parts too
             config["modules_to_save"] = sorted({*copied, *map(names.of, copied)})
     for key in ("rank_pattern", "alpha_pattern"):
-        config[key] = _patterns_for_both(config.get(key) or {}, paths, names)
+        # Each key is joined by the paths in the whole model that it alone does not fit.
+        patterns = config.get(key) or {}
+        keys, joined = {pattern: pattern for pattern in patterns}, {pattern: pattern for pattern in patterns}
+        for path in paths:
+            pattern = by_pattern(keys, path, "")
+            if pattern and by_pattern(keys, names.of(path), "") != pattern:
+                joined[pattern] += "|" + re.escape(names.of(path))
+        config[key] = {joined[pattern]: value for pattern, value in patterns.items()}
     write_json(settings, config)
-
-
-def _copied(adapted: nn.Module) -> set[str]:
-    """The modules that are trained in full."""
-    return {base_path(path) for path, _ in adapted.named_modules() if path.endswith(".original_module")}
 
 
 def _pattern(adapted: nn.Module, paths: Iterable[str], names: WholeNames) -> str:
@@ -216,16 +218,6 @@ def _pattern(adapted: nn.Module, paths: Iterable[str], names: WholeNames) -> str
         if found:
             parts.append(rf"({re.escape(own)}|{re.escape(there)})\.({'|'.join(found)})")
     return "|".join(parts)
-
-
-def _patterns_for_both(patterns: Mapping[str, Any], paths: Iterable[str], names: WholeNames) -> dict[str, Any]:
-    """rank_pattern or alpha_pattern, each key joined by the paths in the whole model that it alone does not fit."""
-    keys, lost = {key: key for key in patterns}, {key: [key] for key in patterns}
-    for path in paths:
-        key = by_pattern(keys, path, "")
-        if key and by_pattern(keys, names.of(path), "") != key:
-            lost[key].append(re.escape(names.of(path)))
-    return {"|".join(lost[key]): value for key, value in patterns.items()}
 
 
 def _part_on_meta(whole: PreTrainedModel) -> PreTrainedModel:

@@ -91,7 +91,24 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
         lines += ["quantization: {load_in_4bit: true, bnb_4bit_quant_storage: bfloat16}  # a quarter of their memory"]
     lora = f"{{r: {rank}, lora_alpha: 32, target_modules: all-linear}}"
     lines += [f"lora: {lora}  # the small adapter that is trained", "data:", "  train:"]
-    lines += _entry_lines(entry, counts)
+    keys = [f"path: {_quoted(entry.path)}"]
+    plain = {"data_files": entry.data_files, "encoding": entry.encoding, "sheet": entry.sheet}
+    keys += [f"{key}: {_quoted(str(value))}" for key, value in plain.items() if value]
+    if entry.split != "train":
+        keys.append(f"split: {_quoted(entry.split)}")
+    if entry.columns:
+        keys.append(f"columns: {in_yaml(entry.columns)}  # this kit's name: your column")
+    if entry.template:
+        keys.append(f"template: {in_yaml(entry.template)}  # {{}}: your column, as text")
+    if entry.labels:
+        keys.append(f"labels: {in_yaml(entry.labels)}  # true: a wanted answer")
+    if entry.drop:
+        reasons = [f"{counts.empty:,} with an empty cell"] * ("empty" in entry.drop)
+        reasons += [f"{counts.duplicate:,} equal to an earlier row"]
+        keys.append(f"drop: [{', '.join(entry.drop)}]  # rows left out: {', '.join(reasons)}")
+    if entry.chat_template_kwargs:
+        keys.append("chat_template_kwargs: {enable_thinking: false}  # your answers come without reasoning")
+    lines += ["    - " + keys[0], *("      " + key for key in keys[1:])]
     if settings.held_out:
         rows = counted(round(settings.held_out * counts.rows), "row")
         lines += [f"  eval: {{fraction: {settings.held_out:g}}}  # about {rows}: never trained on, used to measure"]
@@ -130,28 +147,6 @@ def recipe_text(entry: DataSet, counts: Counts, choice: Choice, settings: Settin
         lines += [f"eval: {{options: [{options}]}}  # your answers; finetune eval scores each by its probability"]
     assert len(lines) <= MOST_LINES, f"{len(lines)} lines"
     return "\n".join(lines) + "\n"
-
-
-def _entry_lines(entry: DataSet, counts: Counts) -> list[str]:
-    """The data set's entry: one key a line."""
-    lines = [f"path: {_quoted(entry.path)}"]
-    plain = {"data_files": entry.data_files, "encoding": entry.encoding, "sheet": entry.sheet}
-    lines += [f"{key}: {_quoted(str(value))}" for key, value in plain.items() if value]
-    if entry.split != "train":
-        lines.append(f"split: {_quoted(entry.split)}")
-    if entry.columns:
-        lines.append(f"columns: {in_yaml(entry.columns)}  # this kit's name: your column")
-    if entry.template:
-        lines.append(f"template: {in_yaml(entry.template)}  # {{}}: your column, as text")
-    if entry.labels:
-        lines.append(f"labels: {in_yaml(entry.labels)}  # true: a wanted answer")
-    if entry.drop:
-        reasons = [f"{counts.empty:,} with an empty cell"] * ("empty" in entry.drop)
-        reasons += [f"{counts.duplicate:,} equal to an earlier row"]
-        lines.append(f"drop: [{', '.join(entry.drop)}]  # rows left out: {', '.join(reasons)}")
-    if entry.chat_template_kwargs:
-        lines.append("chat_template_kwargs: {enable_thinking: false}  # your answers come without reasoning")
-    return ["    - " + lines[0], *("      " + line for line in lines[1:])]
 
 
 def _quoted(text: str) -> str:

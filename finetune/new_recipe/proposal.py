@@ -193,12 +193,9 @@ def propose(target: str, options: Options, choose_one: Callable[[Sequence[str]],
         delimiter = " | "
         if source.kind == "csv":
             delimiter = csv_dialect(source.files[0], encoding=entry.encoding).delimiter
-        raise DataError(
-            [
-                f"{source.files[0]}:1: the first line looks like data, not like column names ({in_quotes(names)}); "
-                f"put a line with names before it: {delimiter.join(header)}"
-            ]
-        )
+        problem = f"the first line looks like data, not like column names ({in_quotes(names)})"
+        remedy = f"put a line with names before it: {delimiter.join(header)}"
+        raise DataError([f"{source.files[0]}:1: {problem}; {remedy}"])
     result = readings(entry.format, sample.values)
     reading = _choose_reading(target, result, options, choose_one)
     changes: dict[str, Any] = {"columns": dict(reading.columns), "drop": ["empty", "duplicate"]}
@@ -274,15 +271,19 @@ def _choose_reading(
             as_it_is = f"; or as it is: --columns {shlex.quote(plausible[0].in_words())}"
         raise DataError([f"{target}: {result.obstacle}{as_it_is}"])
     index = 0
-    lines = [_in_words(reading, among=plausible) for reading in plausible]
+    lines = []
+    for reading in plausible:
+        line = reading.in_words()
+        if reading.labels or reading.unknown:
+            line += f" --labels {shlex.quote(labels_in_yaml(reading))}"
+        if len({other.objective for other in plausible}) > 1:
+            meaning = {"supervised": "all answers: supervised", "kto": "judged answers: kto", "dpo": "pairs: dpo"}
+            line += f" ({meaning[reading.objective]})"
+        lines.append(line)
     if len(plausible) > 1:
         if choose_one is None:
-            raise DataError(
-                [
-                    f"{target}: the columns may be read in {len(lines)} ways: {' or '.join(lines)}; say which: "
-                    f"--columns {shlex.quote(plausible[0].in_words())}"
-                ]
-            )
+            problem = f"the columns may be read in {len(lines)} ways: {' or '.join(lines)}"
+            raise DataError([f"{target}: {problem}; say which: --columns {shlex.quote(plausible[0].in_words())}"])
         index = choose_one(lines)
     reading = plausible[index]
     if options.labels:
@@ -293,17 +294,6 @@ def _choose_reading(
         label = reading.columns["label"]
         raise DataError([f"{target}: {label!r} has {values}; say which are wanted (true) and which not: {line}"])
     return reading
-
-
-def _in_words(reading: Reading, among: Sequence[Reading]) -> str:
-    """A reading in a question. If others have another objective, with its own."""
-    words = reading.in_words()
-    if reading.labels or reading.unknown:
-        words += f" --labels {shlex.quote(labels_in_yaml(reading))}"
-    if len({other.objective for other in among}) > 1:
-        meaning = {"supervised": "all answers: supervised", "kto": "judged answers: kto", "dpo": "pairs: dpo"}
-        words += f" ({meaning[reading.objective]})"
-    return words
 
 
 def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, ...], list[str]]:
@@ -322,15 +312,26 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
             mistakes.add(str(row.problem), row.place)
         else:
             good += 1
-            sizes = [_bytes_of(document) for document in documents_in(row.read)]
-            nbytes, longest = nbytes + sum(sizes), max(longest, *sizes)
-            chats = [document for document in documents_in(row.read) if isinstance(document, Chat)]
-            with_tools += any(
-                chat.tools or any(message.get("tool_calls") for message in chat.messages) for chat in chats
-            )
-            short += isinstance(row.read, Chat | Passage) and _has_short_answers(row.read)
-            if isinstance(row.read, Chat | Passage) and len(answers_by_text) <= MOST_OPTIONS:
-                answers_by_text[last_answer(row.read)] += 1
+            has_tools, replies = False, []  # its supervised answers to a question; a plain text has no question
+            for document in documents_in(row.read):
+                if isinstance(document, Passage):
+                    texts = [document.prompt, document.completion]
+                    replies += [document.completion] if document.prompt else []
+                else:
+                    texts = [str(value) for message in document.messages for value in message.values()]
+                    texts += map(str, document.tools or ())
+                    calls = [message.get("tool_calls") for message in document.messages]
+                    has_tools |= bool(document.tools) or any(calls)
+                    turns = zip(document.messages, document.supervised, calls, strict=True)
+                    replies += [turn["content"] for turn, supervised, call in turns if supervised and not call]
+                # The template's own bytes are not among them. An unsupervised key may contain half a letter.
+                size = sum(len(text.encode(errors="replace")) for text in texts)
+                nbytes, longest = nbytes + size, max(longest, size)
+            with_tools += has_tools
+            if isinstance(row.read, Chat | Passage):
+                short += bool(replies) and all(len(reply) <= SHORT_ANSWER for reply in replies)
+                if len(answers_by_text) <= MOST_OPTIONS:
+                    answers_by_text[last_answer(row.read)] += 1
             if len(examples) < SHOWN:
                 examples.append(row.read)
     if not good:
@@ -355,25 +356,6 @@ def _count_rows(entry: DataSet, sample: Sample) -> tuple[Counts, tuple[Content, 
         options=tuple(options_among(answers_by_text)),
     )
     return counts, tuple(examples), list(notes_on_reading(facts))
-
-
-def _bytes_of(document: Chat | Passage) -> int:
-    """A document's UTF-8 bytes, without the template's own."""
-    if isinstance(document, Passage):
-        texts = [document.prompt, document.completion]
-    else:
-        texts = [str(value) for message in document.messages for value in message.values()]
-        texts += map(str, document.tools or ())
-    return sum(len(text.encode(errors="replace")) for text in texts)  # an unsupervised key may contain half a letter
-
-
-def _has_short_answers(document: Chat | Passage) -> bool:
-    """Whether a question's supervised answers are short. A plain text has no question."""
-    answers = [document.completion] if isinstance(document, Passage) and document.prompt else []
-    if isinstance(document, Chat):
-        turns = zip(document.messages, document.supervised, strict=True)
-        answers = [turn["content"] for turn, supervised in turns if supervised and not turn.get("tool_calls")]
-    return bool(answers) and all(isinstance(answer, str) and len(answer) <= SHORT_ANSWER for answer in answers)
 
 
 def _choose_length_and_model(
@@ -405,7 +387,47 @@ def _choose_settings(
         held_out = 0.0
     elif counts.rows > 5000:
         held_out = max(float(f"{500 / counts.rows:.1g}"), 1e-4)  # about 500 rows
-    counts, packed = _count_tokens(entry, counts, choice.model, length, truncation, objective, held_out)
+    probe = Recipe.model_validate(
+        {
+            "model": {"name_or_path": choice.model},
+            "data": {
+                "train": [entry.model_dump(exclude_defaults=True)],
+                "eval": {"fraction": held_out} if held_out else None,
+                "max_length": length,
+                "truncation": truncation,
+            },
+            "training": {"objective": objective},
+        }
+    )
+    if choice.model == EMBEDDED:
+        with suppress(FinetuneError):  # the next command names it
+            resolve_model_path(choice.model)  # converts it once, as the next command would
+    prepared: Prepared | None = None
+    try:
+        prepared, uncounted = prepare_here(probe)
+        counts = replace(counts, uncounted=uncounted)
+    except DataError as error:
+        unanswered = counts.rows * ("holds no document" in str(error))
+        counts = replace(counts, refusal=error.mistakes[0], too_long=unanswered, unanswered=unanswered)
+    except FinetuneError:  # a cache that cannot be written, or a damaged tokenizer: the next command says so
+        pass
+    packed = counts.rows  # of one epoch
+    if prepared is None:  # the batch follows from the bytes
+        if objective == "supervised":
+            packed = math.ceil(counts.rows * (counts.mean_bytes / TOKEN_BYTES + 12) / length)
+    else:
+        facts, read = prepared.facts, prepared.pool.stores[0].facts
+        cut, unanswered = facts["tokens_cut"], facts.get("unanswered", 0)
+        scale = counts.rows / read["rows_read"] if counts.uncounted else 1  # from the encoded rows to all
+        counts = replace(
+            counts,
+            tokens=round(scale * facts["tokens"]),
+            longest=max(int(prepared.pool.longest().max()), facts.get("longest_unanswered", 0)),
+            too_long=round(scale * (facts["truncated"] + unanswered + read["texts_split"])),
+            beyond=cut / (cut + int(prepared.pool.lengths.sum())),
+            unanswered=round(scale * unanswered),
+        )
+        packed = math.ceil(scale * facts["rows"])
 
     least = 2 if objective == "kto" else 1  # rows in a step
     rate = usual_rate(approximate_weights(config_here(choice.model) or {}), choice.method, objective)
@@ -428,57 +450,6 @@ def _choose_settings(
         batch = at_once * max(math.ceil(least / at_once), min(64 // at_once, packed // (30 * at_once)))
     steps = max_steps or max(1, math.ceil(epochs * packed / batch)) * bool(counts.tokens)
     return Settings(length, truncation, held_out, batch, epochs, rate, max_steps, steps, objective), counts
-
-
-def _count_tokens(
-    entry: DataSet,
-    counts: Counts,
-    model: str,
-    length: int,
-    truncation: Truncation,
-    objective: Objective,
-    held_out: float,
-) -> tuple[Counts, int]:
-    """The counts with their tokens, as training counts them, and the packed rows of one epoch."""
-    probe = Recipe.model_validate(
-        {
-            "model": {"name_or_path": model},
-            "data": {
-                "train": [entry.model_dump(exclude_defaults=True)],
-                "eval": {"fraction": held_out} if held_out else None,
-                "max_length": length,
-                "truncation": truncation,
-            },
-            "training": {"objective": objective},
-        }
-    )
-    if model == EMBEDDED:
-        with suppress(FinetuneError):  # the next command names it
-            resolve_model_path(model)  # converts it once, as the next command would
-    prepared: Prepared | None = None
-    try:
-        prepared, uncounted = prepare_here(probe)
-        counts = replace(counts, uncounted=uncounted)
-    except DataError as error:
-        unanswered = counts.rows * ("holds no document" in str(error))
-        counts = replace(counts, refusal=error.mistakes[0], too_long=unanswered, unanswered=unanswered)
-    except FinetuneError:  # a cache that cannot be written, or a damaged tokenizer: the next command says so
-        pass
-    if prepared is None:  # the batch follows from the bytes
-        tokens = counts.rows * (counts.mean_bytes / TOKEN_BYTES + 12)
-        return counts, math.ceil(tokens / length) if objective == "supervised" else counts.rows
-    facts, read = prepared.facts, prepared.pool.stores[0].facts
-    cut, unanswered = facts["tokens_cut"], facts.get("unanswered", 0)
-    scale = counts.rows / read["rows_read"] if counts.uncounted else 1  # from the encoded rows to all
-    counts = replace(
-        counts,
-        tokens=round(scale * facts["tokens"]),
-        longest=max(int(prepared.pool.longest().max()), facts.get("longest_unanswered", 0)),
-        too_long=round(scale * (facts["truncated"] + unanswered + read["texts_split"])),
-        beyond=cut / (cut + int(prepared.pool.lengths.sum())),
-        unanswered=round(scale * unanswered),
-    )
-    return counts, math.ceil(scale * facts["rows"])
 
 
 def _findings(

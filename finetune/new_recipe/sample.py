@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from finetune.data.readers import SourceRow
@@ -64,8 +63,12 @@ def read_sample(source: Source) -> Sample:
     total: int | None = None
     if is_whole:
         total = len(rows)
-    elif source.kind == "json" and len(source.files) == 1:
-        total = _estimated_rows(source.files[0], nbytes)
+    elif source.kind == "json" and len(source.files) == 1 and source.files[0].suffix != ".gz":
+        # By the first lines' mean length; unknown for an array.
+        with open_regular(source.files[0]) as stream:
+            lines = [*islice(iter(stream.readline, b""), ROWS_OF_HEAD)]
+        if not b"".join(lines)[:64].lstrip().startswith(b"["):
+            total = round(nbytes * len(lines) / sum(map(len, lines)))
     elif source.kind == "parquet":
         import pyarrow.parquet  # type: ignore[import-untyped]
 
@@ -74,15 +77,3 @@ def read_sample(source: Source) -> Sample:
             with open_regular(file) as stored, pyarrow.parquet.ParquetFile(stored) as table:
                 total += int(table.metadata.num_rows)
     return Sample(rows, total, is_whole, source.notes)
-
-
-def _estimated_rows(file: Path, nbytes: int) -> int | None:
-    """A large JSON Lines file's rows, by its first lines' mean length; None for a compressed file and an array."""
-    if file.suffix == ".gz":
-        return None
-    with open_regular(file) as stream:
-        lines = [len(line) for line in islice(iter(stream.readline, b""), ROWS_OF_HEAD)]
-        stream.seek(0)
-        if stream.read(64).lstrip().startswith(b"["):
-            return None
-    return round(nbytes * len(lines) / sum(lines))

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from finetune.data.chat import Content, Judged, Pair, Passage, documents_in
+from finetune.data.chat import Judged, Pair, Passage, documents_in
 from finetune.new_recipe.hardware import EMBEDDED, ONLINE_SMOLLM
 from finetune.new_recipe.proposal import Proposal
 from finetune.output_stream import without_controls
@@ -27,7 +27,39 @@ def print_proposal(proposal: Proposal, console: Console) -> None:
         colours = "green: learned"
     console.print(f"\n{len(proposal.examples)} rows as the model will see them ({colours})", style="bold")
     for example in proposal.examples:
-        _print_example(example, console)
+        # A pair shows its prompt once, then both answers.
+        for number, document in enumerate(documents_in(example)):
+            if isinstance(document, Passage):
+                turns = [("text", document.completion, True)]
+                if document.prompt:
+                    turns.insert(0, ("prompt", document.prompt, False))
+            else:
+                turns = [
+                    (message["role"], _words(message), supervised)
+                    for message, supervised in zip(document.messages, document.supervised, strict=True)
+                ]
+            if number:
+                # The rejected answer: its prompt is on the screen already.
+                first_supervised = next(index for index, (_, _, supervised) in enumerate(turns) if supervised)
+                turns = turns[first_supervised:]
+            name, colour = "", "green"  # of the answer
+            match example:
+                case Pair():
+                    name, colour = (("chosen", "green"), ("rejected", "red"))[number]
+                case Judged(desirable=True):
+                    name = "wanted"
+                case Judged():
+                    name, colour = "unwanted", "red"
+            for role, content, supervised in turns:
+                text = without_controls(content)
+                if len(text) > LONGEST_SHOWN:
+                    text = text[:LONGEST_SHOWN] + " ..."
+                style = ROLE_COLOURS.get(role, "")
+                if supervised:
+                    role, style = name or role, colour
+                turn = Text(f"  {role:<10} ", style="dim")
+                turn.append(text.replace("\n", "\n" + " " * 13), style=style)
+                console.print(turn, soft_wrap=False)
         console.print()
     choice, settings = proposal.choice, proposal.settings
     needs = f", {choice.memory}" * bool(choice.memory)
@@ -60,39 +92,3 @@ def _words(message: Mapping[str, Any]) -> str:
     said = [f"calls {call.get('name')}({call.get('arguments', '')})" for call in calls]
     texts = [message.get("reasoning_content"), message.get("content"), *said]
     return "  ".join(str(text) for text in texts if text)
-
-
-def _print_example(example: Content, console: Console) -> None:
-    """Print a row's turns. A pair shows its prompt once, then both answers."""
-    for number, document in enumerate(documents_in(example)):
-        if isinstance(document, Passage):
-            turns = [("text", document.completion, True)]
-            if document.prompt:
-                turns.insert(0, ("prompt", document.prompt, False))
-        else:
-            turns = [
-                (message["role"], _words(message), supervised)
-                for message, supervised in zip(document.messages, document.supervised, strict=True)
-            ]
-        if number:
-            # The rejected answer: its prompt is on the screen already.
-            first_supervised = next(index for index, (_, _, supervised) in enumerate(turns) if supervised)
-            turns = turns[first_supervised:]
-        name, colour = "", "green"  # of the answer
-        match example:
-            case Pair():
-                name, colour = (("chosen", "green"), ("rejected", "red"))[number]
-            case Judged(desirable=True):
-                name = "wanted"
-            case Judged():
-                name, colour = "unwanted", "red"
-        for role, content, supervised in turns:
-            text = without_controls(content)
-            if len(text) > LONGEST_SHOWN:
-                text = text[:LONGEST_SHOWN] + " ..."
-            style = ROLE_COLOURS.get(role, "")
-            if supervised:
-                role, style = name or role, colour
-            line = Text(f"  {role:<10} ", style="dim")
-            line.append(text.replace("\n", "\n" + " " * 13), style=style)
-            console.print(line, soft_wrap=False)

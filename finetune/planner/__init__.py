@@ -67,8 +67,8 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with quick_imports():
-        found = import_module(f"{__name__}.{module}")
-    globals()[name] = getattr(found, "plan_recipe" if name == "plan" else name)
+        part = import_module(f"{__name__}.{module}")
+    globals()[name] = getattr(part, "plan_recipe" if name == "plan" else name)
     return globals()[name]
 
 

@@ -64,10 +64,12 @@ def explain_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -
     if gpus is None or unsupported(recipe, config, gpus) is not None:
         return "\n\n".join(paragraphs)
     tokens = recipe.training.rows_at_once * recipe.data.row_tokens
-    variants = [changed(recipe, {"training.activation_checkpointing": each}) for each in (False, "selective", True)]
+    variants = [
+        changed(recipe, {"training.activation_checkpointing": setting}) for setting in (False, "selective", True)
+    ]
     estimates = [estimate(variant, config, gpus) for variant in variants]
-    kept = [each.phases["backward"].get("activations", 0) for each in estimates]
-    needed = [_gb(each.needed) for each in estimates]
+    kept = [estimated.phases["backward"].get("activations", 0) for estimated in estimates]
+    needed = [_gb(estimated.needed) for estimated in estimates]
     paragraphs.append(
         f"Activations: what {tokens:,} tokens leave for backward takes {_gb(kept[0])} without recomputation, "
         f"{_gb(kept[1])} where layers keep their products and attention outputs (activation_checkpointing: selective) "

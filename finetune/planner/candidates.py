@@ -46,7 +46,7 @@ HELD_OUT = schema.DataSet(path=CHATS.path, split="test_sft[:500]")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Search:
     """The settings that a picked recipe keeps, and the variants to try."""
 
     recipe: Recipe  # its model, data and other settings are kept
@@ -71,33 +71,33 @@ class Wanted:
             return None
 
 
-def for_model(model: str) -> Wanted:
+def for_model(model: str) -> Search:
     """Any method and row length for a model, on public chats."""
     data = with_template(schema.Data(train=[CHATS], eval=[HELD_OUT], truncation="right"), model)
     training = Training(num_train_epochs=EPOCHS)
     # A budget with a GPU: number formats that are left to the device are a GPU's, whatever this machine computes in.
     budget, base = schema.Budget(gpus=1), schema.ModelSection(name_or_path=model)
     recipe = Recipe(budget=budget, model=base, data=data, training=training)
-    return Wanted(recipe)
+    return Search(recipe)
 
 
-def for_recipe(recipe: Recipe) -> Wanted:
+def for_recipe(recipe: Recipe) -> Search:
     """A user's recipe: its row length stays, and one that trains adapters keeps adapters."""
     methods = METHODS if recipe.lora is None else METHODS[1:]
-    return Wanted(recipe, (recipe.data.max_length,), methods, is_users=True)
+    return Search(recipe, (recipe.data.max_length,), methods, is_users=True)
 
 
-def candidates(wanted: Wanted, gpus: Gpus) -> Iterator[Recipe]:
+def candidates(search: Search, gpus: Gpus) -> Iterator[Recipe]:
     """All variants for these GPUs, the best first."""
     ranks = gpus.count * gpus.nodes
-    for long_rows, method in product((True, False), wanted.methods):
-        lengths = [length for length in wanted.row_lengths if (length >= 2048) == long_rows]
+    for long_rows, method in product((True, False), search.methods):
+        lengths = [length for length in search.row_lengths if (length >= 2048) == long_rows]
         settings = product(lengths, _strategies(gpus), RECOMPUTATIONS_IF_COMPILED, ROWS)
         for length, strategy, recomputation, rows in settings:
-            row_tokens = wanted.recipe.data.answers_a_row * length
+            row_tokens = search.recipe.data.answers_a_row * length
             if rows == 1 or rows * row_tokens <= TOKENS_AT_ONCE:
                 most = max(1, TOKENS_A_STEP // (row_tokens * ranks))
-                yield _variant(wanted, gpus, method, length, strategy, recomputation, min(rows, most))
+                yield _variant(search, gpus, method, length, strategy, recomputation, min(rows, most))
 
 
 def _strategies(gpus: Gpus) -> tuple[str, ...]:
@@ -108,19 +108,19 @@ def _strategies(gpus: Gpus) -> tuple[str, ...]:
 
 
 def _variant(
-    wanted: Wanted, gpus: Gpus, method: Method, length: int, strategy: str, recomputation: Recomputation, rows: int
+    search: Search, gpus: Gpus, method: Method, length: int, strategy: str, recomputation: Recomputation, rows: int
 ) -> Recipe:
     rows_at_once = rows * gpus.count * gpus.nodes
-    start = wanted.recipe
+    start = search.recipe
     lora, quantization = start.lora or schema.Lora(), None
     if method == "qlora":
         quantization = schema.Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16")
     training: dict[str, Any] = {"per_device_batch_size": rows, "activation_checkpointing": recomputation}
     # A multiple of the rows at once that comes nearest to the recipe's batch, or to TOKENS_A_STEP.
-    aim = start.training.global_batch_size if wanted.is_users else TOKENS_A_STEP / length
+    aim = start.training.global_batch_size if search.is_users else TOKENS_A_STEP / length
     training["global_batch_size"] = rows_at_once * max(1, round(aim / rows_at_once))
-    if not wanted.is_users or (method == "full") != (start.lora is None):
-        training["learning_rate"] = usual_rate(wanted.weights, method, start.training.objective)
+    if not search.is_users or (method == "full") != (start.lora is None):
+        training["learning_rate"] = usual_rate(search.weights, method, start.training.objective)
     return start.model_copy(
         update={
             "budget": schema.Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory // 10**8 / 10, nodes=gpus.nodes),
@@ -133,15 +133,15 @@ def _variant(
     )
 
 
-def adapters(wanted: Wanted, gpus: Gpus) -> Recipe:
+def adapters(search: Search, gpus: Gpus) -> Recipe:
     """LoRA on rows with 2,048 tokens, with every layer recomputed: the recipe for a model without one.
 
     Weights are sharded if there are several GPUs.
     """
-    return _variant(wanted, gpus, "lora", wanted.usual_length, _strategies(gpus)[-1], True, 1)
+    return _variant(search, gpus, "lora", search.usual_length, _strategies(gpus)[-1], True, 1)
 
 
-def fitting_recipes(wanted: Wanted, config: Mapping[str, Any], gpus: Gpus) -> tuple[list[Recipe], int]:
+def fitting_recipes(search: Search, config: Mapping[str, Any], gpus: Gpus) -> tuple[list[Recipe], int]:
     """Variants to be planned by trace until one fits, by the closed form, and the bytes that the smallest one needs.
 
     Those that certainly fit come first, the best first. Then the smallest ones, which fit if the allocator reserves
@@ -149,7 +149,7 @@ def fitting_recipes(wanted: Wanted, config: Mapping[str, Any], gpus: Gpus) -> tu
     """
     certain: list[Recipe] = []
     by_need: list[tuple[int, int, Recipe]] = []
-    for place, recipe in enumerate(candidates(wanted, gpus)):
+    for place, recipe in enumerate(candidates(search, gpus)):
         if unsupported(recipe, config, gpus) is None:
             estimated = estimate(recipe, config, gpus)
             by_need.append((estimated.needed, place, recipe))
@@ -157,42 +157,42 @@ def fitting_recipes(wanted: Wanted, config: Mapping[str, Any], gpus: Gpus) -> tu
                 certain.append(recipe)
     if not by_need:
         raise DoesNotFit(
-            f"--model: {wanted.model}: no variant of it can be estimated; plan a recipe of your own instead"
+            f"--model: {search.model}: no variant of it can be estimated; plan a recipe of your own instead"
         )
     smallest = sorted(by_need)[:LAST_RESORTS]
     return certain + [recipe for needed, _, recipe in smallest if needed <= gpus.memory], smallest[0][0]
 
 
-def by_plans(wanted: Wanted, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Recipe | None:
+def by_plans(search: Search, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Recipe | None:
     """The best variant for a model that the closed form does not know, by `fits`, with one plan each.
 
     The first method with a smallest variant that fits is taken. Then one setting after another grows as far as it fits.
     None if no variant fits.
     """
-    strategies, lengths = _strategies(gpus), wanted.row_lengths
-    for method, length in (*product(wanted.methods, (wanted.usual_length,)), ("qlora", lengths[-1])):
+    strategies, lengths = _strategies(gpus), search.row_lengths
+    for method, length in (*product(search.methods, (search.usual_length,)), ("qlora", lengths[-1])):
         chosen: dict[str, Any] = {"method": method, "length": length, "strategy": strategies[-1]}
         chosen |= {"recomputation": True, "rows": 1}
-        if fits(_variant(wanted, gpus, **chosen)):
+        if fits(_variant(search, gpus, **chosen)):
             break
     else:
         return None
-    most_rows = TOKENS_AT_ONCE // (wanted.recipe.data.answers_a_row * length)
+    most_rows = TOKENS_AT_ONCE // (search.recipe.data.answers_a_row * length)
     for setting, values in (
         ("length", [longer for longer in lengths if longer == 2 * length]),
         ("strategy", strategies[:-1]),
         ("recomputation", RECOMPUTATIONS_IF_COMPILED[:-1]),
         ("rows", [rows for rows in ROWS if 1 < rows <= most_rows]),
     ):
-        tried = (value for value in values if fits(_variant(wanted, gpus, **chosen | {setting: value})))
+        tried = (value for value in values if fits(_variant(search, gpus, **chosen | {setting: value})))
         chosen[setting] = next(tried, chosen[setting])
-    return _variant(wanted, gpus, **chosen)
+    return _variant(search, gpus, **chosen)
 
 
-def offloaded(wanted: Wanted, gpus: Gpus) -> Iterator[Recipe]:
+def offloaded(search: Search, gpus: Gpus) -> Iterator[Recipe]:
     """Weights offloaded to host memory, if nothing else fits: a large and a small variant. Each takes a trace."""
-    yield _variant(wanted, gpus, "lora", wanted.usual_length, "fsdp2_offload", True, 1)
-    yield _variant(wanted, gpus, "qlora", wanted.row_lengths[-1], "fsdp2_offload", True, 1)
+    yield _variant(search, gpus, "lora", search.usual_length, "fsdp2_offload", True, 1)
+    yield _variant(search, gpus, "qlora", search.row_lengths[-1], "fsdp2_offload", True, 1)
 
 
 def variant_in_words(recipe: Recipe) -> str:

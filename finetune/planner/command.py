@@ -26,7 +26,7 @@ from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.mixed_precision import ChosenFormats, fastest_for
 from finetune.recipe.schema import Recipe
-from finetune.strategies.packages import check_packages
+from finetune.strategies.packages import missing_packages
 from finetune.wording import counted
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ALMOST_FULL = 0.95  # rows that hold this share of their tokens count as full: estimates have three figures
 Output = tuple[dict[str, Any], str]
-Note = Callable[[str], None]  # receives progress lines of steps that take seconds
+_Say = Callable[[str], None]  # receives progress lines of steps that take seconds
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PlanOptions:
         return gpus_of(recipe.budget)
 
 
-def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None, note: Note) -> Output:
+def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None, say: _Say) -> Output:
     """`finetune plan WORDS`: JSON, in which `ok` says whether the recipe fits, and text. Raises FinetuneError.
 
     Words with `=` are overrides, the others recipe files. Several recipes are compared. Without a recipe, LoRA on
@@ -67,30 +67,28 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
     pages = [Path(word) for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if options.price is not None and (len(pages) > 1 or options.largest):
-        note("--price: a cost is shown for one recipe alone, without --largest")
+        say("--price: a cost is shown for one recipe alone, without --largest")
     if len(pages) > 1 and model is None:
-        return _compare(pages, overrides, options, note)
+        return _compare(pages, overrides, options, say)
     recipe, gpus, formats = _asked(pages, overrides, options, model)
     format_facts: dict[str, Any] = {}
     format_lines: list[str] = []
     if formats is not None and formats.line:
         format_facts, format_lines = {"formats": formats.facts}, [formats.line]
     if options.largest is not None:
-        result, line = _largest(recipe, gpus, options.largest, note)
+        result, line = _largest(recipe, gpus, options.largest, say)
         return result | format_facts, "\n".join([line, *format_lines])
     # Read once, before two processes ask the Hub for it.
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     chosen = choose_recomputation(recipe, config, gpus)
     recipe = chosen.recipe
-    try:
-        check_packages(recipe, cached_strategy(recipe.accelerate_config), plan=True)
-    except EnvironmentMismatch as error:
-        if gpus is None or unsupported(recipe, config, gpus) is not None:
-            raise
-        sizes = f"{estimate(recipe, config, gpus).needed / GIB:.1f} of {gpus.memory / GIB:.1f} GiB"
-        raise EnvironmentMismatch(f"{error}; the closed form, which needs no package, says {sizes}") from None
+    if missing := missing_packages(recipe, cached_strategy(recipe.accelerate_config), plan=True):
+        if gpus is not None and unsupported(recipe, config, gpus) is None:
+            sizes = f"{estimate(recipe, config, gpus).needed / GIB:.1f} of {gpus.memory / GIB:.1f} GiB"
+            missing += f"; the closed form, which needs no package, says {sizes}"
+        raise EnvironmentMismatch(missing)
     wait = "; under ZeRO this takes a minute or two" if cached_strategy(recipe.accelerate_config).uses_engine else ""
-    note(f"tracing {candidates.variant_in_words(recipe)}; and probing the model{wait}")
+    say(f"tracing {candidates.variant_in_words(recipe)}; and probing the model{wait}")
     with planner.quick_imports():  # before the child is forked
         from finetune.probe.probe import probe
     probing = partial(_answer_or_refusal, partial(probe, recipe, offline=True))
@@ -113,30 +111,30 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
             text += [f"assumed: {'; '.join(planned.notes)}"]
         if gpus is not None and not planned.fits:
             sizes = f"{planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}"
-            note(f"  {sizes}, does not fit; looking for changes that make it fit")
-            fitting = remedies.remedies(recipe, config, gpus, _noted(note))
-            result["changes"] = [each.as_json() for each in fitting]
+            say(f"  {sizes}, does not fit; looking for changes that make it fit")
+            fitting = remedies.remedies(recipe, config, gpus, _noted(say))
+            result["changes"] = [variant.as_json() for variant in fitting]
             result["advice"] = [*remedies.fitting_lines(fitting)]
             text += ["", *result["advice"]]
         elif gpus is not None and unsupported(recipe, config, gpus) is None:
             spare = remedies.spare(recipe, config, gpus)
-            result["spare"] = [each.as_json() for each in spare]
+            result["spare"] = [variant.as_json() for variant in spare]
             if spare and options.details:
                 text += ["", "the spare memory could be used for one of these (by the closed form):"]
                 text += remedies.lines(spare)
             elif spare:
-                text += [f"the spare memory could hold {', or '.join(each.words for each in spare[:3])}"]
-            sharding = next((each.words for each in spare if remedies.STRATEGY in each.changes), None)
+                text += [f"the spare memory could hold {', or '.join(variant.words for variant in spare[:3])}"]
+            sharding = next((variant.words for variant in spare if remedies.STRATEGY in variant.changes), None)
             if sharding and recipe.lora is not None and result["speed"]:
                 text += [line for line in [copying_line(planned, result["speed"]["step_seconds"], sharding)] if line]
         if options.explain:
             result["explanation"] = explain_plan(recipe, config, gpus)
             text += ["", result["explanation"]]
-        found = probed(0)
-    if isinstance(found, FinetuneError):
-        raise found
-    result["probe"] = found.as_json()
-    text += ["", found.line()] if options.details else [found.line().partition("\n")[0]]
+        probe_result = probed(0)
+    if isinstance(probe_result, FinetuneError):
+        raise probe_result
+    result["probe"] = probe_result.as_json()
+    text += ["", probe_result.line()] if options.details else [probe_result.line().partition("\n")[0]]
     if chosen.line:
         result |= {"recomputation": chosen.facts, "rows": chosen.rows_facts}
         text += [chosen.line]
@@ -245,44 +243,44 @@ def run_in_words(run: dict[str, Any], plan: dict[str, Any], gpus: Gpus | None) -
     return "the run: " + "; ".join([*parts, *missing])
 
 
-def _noted(note: Note, *, memory_alone: bool = False) -> remedies.PlanFunction:
+def _noted(say: _Say, *, memory_alone: bool = False) -> remedies.PlanFunction:
     """The plan, with a note at its beginning and its verdict."""
 
     def plan(recipe: Recipe, gpus: Gpus) -> Plan:
-        note(f"tracing {candidates.variant_in_words(recipe)}")
-        found = planner.plan(recipe, gpus, memory_alone=memory_alone)
-        verdict = "" if found.fits else ", does not fit"
-        note(f"  {found.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}{verdict}")
-        return found
+        say(f"tracing {candidates.variant_in_words(recipe)}")
+        planned = planner.plan(recipe, gpus, memory_alone=memory_alone)
+        verdict = "" if planned.fits else ", does not fit"
+        say(f"  {planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}{verdict}")
+        return planned
 
     return plan
 
 
-def _largest(recipe: Recipe, gpus: Gpus | None, name: str, note: Note) -> Output:
+def _largest(recipe: Recipe, gpus: Gpus | None, name: str, say: _Say) -> Output:
     if recipe.training.activation_checkpointing == "auto":  # it recomputes all layers at the largest size
         recipe = changed(recipe, {"training.activation_checkpointing": True})
     config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
-    found = remedies.largest(recipe, config, gpus, name, _noted(note, memory_alone=True))
+    facts = remedies.largest(recipe, config, gpus, name, _noted(say, memory_alone=True))
     assert gpus is not None
-    words = f"{found['change']}  needs {found['needed_bytes'] / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
-    if found["does_not_fit"] is None:
+    words = f"{facts['change']}  needs {facts['needed_bytes'] / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
+    if facts["does_not_fit"] is None:
         words += "; it is the largest there is"
     else:
-        words += f"; {found['does_not_fit'].partition('=')[2]} does not fit, by the {found['next_by']}"
-    if larger := found.get("changes"):
+        words += f"; {facts['does_not_fit'].partition('=')[2]} does not fit, by the {facts['next_by']}"
+    if larger := facts.get("changes"):
         words += (
             f"\nlarger with one change more, by the closed form, the cheapest first (of {gpus.memory / GIB:.1f} GiB):"
         )
-        most = max(each["value"] for each in larger)
-        for each in larger[: remedies.SHOWN]:
-            bar = "█" * max(1, round(30 * each["value"] / most))
-            words += f"\n  {each['value']:>9,} {bar:<30} {each['change']}  ({each['means']})"
-    return {"ok": True, "gpu_bytes": gpus.memory, **found}, words
+        most = max(option["value"] for option in larger)
+        for option in larger[: remedies.SHOWN]:
+            bar = "█" * max(1, round(30 * option["value"] / most))
+            words += f"\n  {option['value']:>9,} {bar:<30} {option['change']}  ({option['means']})"
+    return {"ok": True, "gpu_bytes": gpus.memory, **facts}, words
 
 
-def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOptions, note: Note) -> Output:
+def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOptions, say: _Say) -> Output:
     """Each recipe on the named GPUs, or on its own; by the closed form if its verdict is clear, else by trace."""
-    rows = [_compare_one(path, overrides, options, note) for path in recipes]
+    rows = [_compare_one(path, overrides, options, say) for path in recipes]
     width = max(len(row["recipe"]) for row in rows)
     lines = [f"{'recipe':<{width}}  {'GiB':>7}  {'of':>7}  {'fits':<5} planned by"]
     for row in rows:
@@ -295,7 +293,7 @@ def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOpt
     return {"ok": True, "recipes": rows}, "\n".join(lines)
 
 
-def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, note: Note) -> dict[str, Any]:
+def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, say: _Say) -> dict[str, Any]:
     """A row for one recipe; `needed_bytes` is None if the planner refuses it."""
     loaded = load_recipe(path, overrides)
     gpus = options.gpus_for(loaded.recipe)
@@ -307,7 +305,7 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, not
         needed = estimate(recipe, config, gpus).needed
         if abs(needed / gpus.memory - 1) > remedies.NEAR_LIMIT:
             return row | {"needed_bytes": needed, "fits": needed <= gpus.memory, "planned_by": "closed form"}
-    note(f"{path.stem}: tracing {candidates.variant_in_words(recipe)}")
+    say(f"{path.stem}: tracing {candidates.variant_in_words(recipe)}")
     try:
         planned = planner.plan(recipe, gpus)
     except FinetuneError as error:
@@ -316,7 +314,7 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, not
 
 
 def pick_in_words(
-    words: Sequence[str], model: str | None, options: PlanOptions, file: Path | None, note: Note
+    words: Sequence[str], model: str | None, options: PlanOptions, file: Path | None, say: _Say
 ) -> Output:
     """`finetune plan --pick` as JSON and as text, written to `file` if one is named. Raises FinetuneError.
 
@@ -335,18 +333,18 @@ def pick_in_words(
             overrides.append(f"model.name_or_path={model}")
         loaded = load_recipe(Path(words[0]), overrides).formats_for(fastest_for(gpus.count))[0]
         start = loaded.path.read_text("utf-8-sig")
-        wanted = candidates.for_recipe(loaded.recipe)
+        search = candidates.for_recipe(loaded.recipe)
         if re.search(r"^[^#\n]+#", start, re.MULTILINE):
-            note("--pick: the recipe's header stays, its comments beside keys do not")
+            say("--pick: the recipe's header stays, its comments beside keys do not")
     else:
-        wanted = candidates.for_model(str(model))
+        search = candidates.for_model(str(model))
     if options.price is not None:
-        note("--price: give it to `finetune plan` with the picked recipe, which shows the cost")
-    recipe, planned = pick_recipe(wanted, gpus, note, written=options.gpus)
+        say("--price: give it to `finetune plan` with the picked recipe, which shows the cost")
+    recipe, planned = pick_recipe(search, gpus, say, written=options.gpus)
     by_auto = changed(recipe, {"training.per_device_batch_size": "auto"})
     resolved = choose_recomputation(by_auto, config_if_known(by_auto.model), gpus).recipe
     if resolved.training.rows_at_once > recipe.training.rows_at_once:
-        note(f"tracing {candidates.variant_in_words(resolved)}")
+        say(f"tracing {candidates.variant_in_words(resolved)}")
         more = planner.plan(resolved, gpus)
         if more.fits:
             recipe, planned = resolved, more
@@ -359,17 +357,17 @@ def pick_in_words(
     return result | {"file": None if file is None else str(file)}, text.rstrip()
 
 
-def pick_recipe(wanted: candidates.Wanted, gpus: Gpus, note: Note, *, written: str = "") -> tuple[Recipe, Plan]:
+def pick_recipe(search: candidates.Search, gpus: Gpus, say: _Say, *, written: str = "") -> tuple[Recipe, Plan]:
     """The best recipe on these GPUs, planned by trace, and its plan.
 
     Args:
-        wanted: The model, and what else is kept.
-        note: Receives a line for each variant that is planned. A plan takes seconds to minutes.
+        search: The model, and what else is kept.
+        say: Receives a line for each variant that is planned. A plan takes seconds to minutes.
         written: The GPUs as the user wrote them, for messages.
 
     Raises DoesNotFit if no variant fits.
     """
-    config, source = planned_config(wanted.model)
+    config, source = planned_config(search.model)
     plans: dict[str, Plan] = {}
     needs: list[int] = []  # bytes of each variant
     refusal: FinetuneError | None = None
@@ -378,34 +376,34 @@ def pick_recipe(wanted: candidates.Wanted, gpus: Gpus, note: Note, *, written: s
         nonlocal refusal
         words = candidates.variant_in_words(recipe)
         try:
-            found = planner.plan(recipe, gpus, must_fit=True)
+            planned = planner.plan(recipe, gpus, must_fit=True)
         except DoesNotFit as error:
             needed, does_fit = error.needed, False
         except FinetuneError as error:  # the trainer would refuse it
             refusal = error
-            note(f"{words}: refused")
+            say(f"{words}: refused")
             return False
         else:
-            needed, does_fit = found.needed, found.fits
-            plans[recipe.model_dump_json()] = found
+            needed, does_fit = planned.needed, planned.fits
+            plans[recipe.model_dump_json()] = planned
         needs.append(needed)
-        note(f"{words}: {needed / GIB:.1f} GiB{'' if does_fit else ', does not fit'}")
+        say(f"{words}: {needed / GIB:.1f} GiB{'' if does_fit else ', does not fit'}")
         return does_fit
 
     recipe = None
-    if unsupported(candidates.adapters(wanted, gpus), config, gpus) is not None:
-        recipe = candidates.by_plans(wanted, gpus, fits)
+    if unsupported(candidates.adapters(search, gpus), config, gpus) is not None:
+        recipe = candidates.by_plans(search, gpus, fits)
     else:
-        fitting, smallest = candidates.fitting_recipes(wanted, config, gpus)
+        fitting, smallest = candidates.fitting_recipes(search, config, gpus)
         needs.append(smallest)
         recipe = next(filter(fits, fitting), None)
-    recipe = recipe or next(filter(fits, candidates.offloaded(wanted, gpus)), None)
+    recipe = recipe or next(filter(fits, candidates.offloaded(search, gpus)), None)
     if recipe is not None:
         return recipe, plans[recipe.model_dump_json()]
     if refusal is not None and not plans:
         raise refusal
     least = min(needs, default=0)
-    message = f"--gpus: {written or gpus.name}: {wanted.model} ({source}) does not fit: its smallest variant needs "
+    message = f"--gpus: {written or gpus.name}: {search.model} ({source}) does not fit: its smallest variant needs "
     if least > gpus.memory:
         message += f"{least / GIB:.1f} GiB of each GPU, which has {gpus.memory / GIB:.1f}. "
     else:

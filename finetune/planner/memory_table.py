@@ -98,19 +98,19 @@ def plan_bars(planned: Plan) -> Iterator[str]:
 
 def _stages(planned: Plan) -> Iterator[str]:
     """Each pipeline stage's memory. The table and bars before it show the stage that needs most."""
-    layers = [", ".join(f"{run.start} to {run.stop - 1}" for run in each.stage_layers) for each in planned.stages]
+    layers = [", ".join(f"{run.start} to {run.stop - 1}" for run in stage.stage_layers) for stage in planned.stages]
     width = max(9, *map(len, layers))
     yield f"stage  {'layers':>{width}}  micro-batches  weights, state  activations  all, GiB  fits"
-    for each, own_layers in zip(planned.stages, layers, strict=True):
-        parts = each.peak[1].parts
+    for stage, own_layers in zip(planned.stages, layers, strict=True):
+        parts = stage.peak[1].parts
         state = sum(parts.get(part, 0) for shade in "█▓" for part in DRAWN[shade]) / GIB
         activations = sum(parts.get(part, 0) for part in DRAWN["▒"]) / GIB
         fits = ""
-        if each.gpus is not None:
-            fits = "yes" if each.fits else "no"
+        if stage.gpus is not None:
+            fits = "yes" if stage.fits else "no"
         yield (
-            f"{each.stage:<7}{own_layers:>{width}}{micro_batches_alive(each):>15}{state:>16.2f}{activations:>13.2f}"
-            f"{each.needed / GIB:>10.2f}{fits:>6}"
+            f"{stage.stage:<7}{own_layers:>{width}}{micro_batches_alive(stage):>15}{state:>16.2f}{activations:>13.2f}"
+            f"{stage.needed / GIB:>10.2f}{fits:>6}"
         )
     in_turn = ", in either of its runs of layers" if len(planned.stages[0].stage_layers) > 1 else ""
     yield f"micro-batches: whose activations the stage holds at once{in_turn}, at most"

@@ -29,10 +29,8 @@ from finetune.planner.trace.timeline import Peak, PhaseMemory
 from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import strategy_of
-from finetune.recipe.strategy_fit import ranks_problem
-from finetune.strategies.accelerator import check_combination
-from finetune.strategies.packages import check_packages
+from finetune.recipe.strategy_fit import NO_FLOAT8, pages_problem, ranks_problem, refuse_recipe
+from finetune.strategies.packages import missing_packages
 from finetune.tokens.batches import MicroBatch
 from finetune.wording import counted
 
@@ -139,14 +137,14 @@ def plan_recipe(
         keeps_gradients: FSDP2 reduces gradients once a step, as a run has chosen; None: as a run on `gpus` would.
         memory_alone: The step that makes the optimizer's state has short rows, which halves the time. `work` is wrong.
     """
-    strategy = strategy_of(recipe)
-    check_packages(recipe, strategy, plan=True)
-    check_combination(recipe, strategy, on_cpu=gpus is None)
-    if gpus is not None and gpus.lacks_float8 and recipe.model.load_in_fp8:
-        raise EnvironmentMismatch(
-            f"model.load_in_fp8: float8 begins with compute capability 8.9 (Ada, Hopper), {gpus.name} has no products "
-            "in it; set it to false"
-        )
+    strategy = refuse_recipe(recipe)
+    problem = missing_packages(recipe, strategy, plan=True)
+    if gpus is None:
+        problem = problem or pages_problem(recipe)
+    elif gpus.lacks_float8 and recipe.model.load_in_fp8:
+        problem = problem or NO_FLOAT8.format(card=f"{gpus.name} has no products in it")
+    if problem:
+        raise EnvironmentMismatch(problem)
     if gpus is not None:
         ranks = gpus.count * gpus.nodes
     elif ranks is None:
@@ -158,17 +156,17 @@ def plan_recipe(
         )
     if (strategy.schedule or strategy.replicates) and stage is None:
         machines = "" if gpus is None else f"{gpus.nodes} x {counted(gpus.count, 'GPU')}"
-        if problem := ranks_problem(recipe, strategy, ranks, gpus.count if gpus else ranks, machines):
-            raise EnvironmentMismatch(problem)
+        if misfit := ranks_problem(recipe, strategy, ranks, gpus.count if gpus else ranks, machines):
+            raise EnvironmentMismatch(misfit)
     if strategy.schedule and stage is None:
         plan = partial(plan_recipe, recipe, gpus, batches=batches, ranks=ranks, node=node, must_fit=must_fit)
         stages: list[Plan] = []
         count = strategy.stage_count(ranks)
         for first in range(0, count, STAGES_AT_ONCE):
-            together = range(first, min(first + STAGES_AT_ONCE, count))
-            with run_in_forks({each: partial(plan, stage=each) for each in together}) as planned_stage:
-                stages += map(planned_stage, together)
-        worst = max(stages, key=lambda each: max(each.needed, each.upper))
+            numbers = range(first, min(first + STAGES_AT_ONCE, count))
+            with run_in_forks({number: partial(plan, stage=number) for number in numbers}) as planned_stage:
+                stages += map(planned_stage, numbers)
+        worst = max(stages, key=lambda planned: max(planned.needed, planned.upper))
         return dataclasses.replace(worst, stages=tuple(stages))
     config, source = planned_config(recipe.model.name_or_path, recipe.model.revision)
     refuse_mixture(recipe, strategy, config)

@@ -23,6 +23,7 @@ from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS, for_shards, usual_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import RECOMPUTATIONS
+from finetune.recipe.strategy_fit import unfit
 
 Changes = dict[str, Any]  # dotted key -> value
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
@@ -97,7 +98,7 @@ def smaller_variants(recipe: Recipe, gpus: Gpus, weights: float | None) -> Itera
             continue  # full training needs weights that are not quantised
         cost, says = sum(option.cost for option in chosen), tuple(option.says for option in chosen)
         combinations.append((cost, len(changes), changes, says))
-    for cost, _, changes, says in sorted(combinations, key=lambda each: each[:2]):
+    for cost, _, changes, says in sorted(combinations, key=lambda combination: combination[:2]):
         with suppress(ValidationError):  # the changes contradict each other
             yield Variant(changed(recipe, changes), changes, cost, says)
 
@@ -194,7 +195,7 @@ def _powers(most: int) -> list[int]:
 def plain(value: Any) -> str:
     """A value as in YAML, in one line."""
     if isinstance(value, dict):
-        inner = ", ".join(f"{key}: {plain(each)}" for key, each in value.items())
+        inner = ", ".join(f"{key}: {plain(entry)}" for key, entry in value.items())
         return "'{" + inner + "}'"
     if isinstance(value, str):
         return value
@@ -242,7 +243,7 @@ def remedies(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, plan: PlanFu
             continue
         if needed > gpus.memory:
             continue
-        if traces < TRACES and not any(each.planned_by == TRACE for each in result):
+        if traces < TRACES and not any(fitting.planned_by == TRACE for fitting in result):
             traces += 1
             with suppress(FinetuneError):  # the trainer would refuse it
                 planned = plan(variant.recipe, gpus)
@@ -255,14 +256,7 @@ def remedies(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, plan: PlanFu
 
 def _is_trained(recipe: Recipe) -> bool:
     """Whether the trainer takes the recipe. A plan would find it too."""
-    from finetune.recipe.strategy import strategy_of
-    from finetune.strategies.accelerator import check_combination  # imports torch
-
-    try:
-        check_combination(recipe, strategy_of(recipe), on_cpu=False)
-    except FinetuneError:
-        return False
-    return True
+    return not any(unfit(recipe, cached_strategy(recipe.accelerate_config)))
 
 
 def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Variant]:
@@ -376,9 +370,9 @@ def last_fitting(
             if latest and estimated is not None and 1 <= points[-1][1] / estimated(values[low]) <= MOST_CACHED:
                 break  # the estimate can be trusted
             index = min(max(guess, low + 1), high - 1)
-        found = planned(values[index])
-        points.append((values[index], found.fits_from()))
-        if found.fits:
+        verdict = planned(values[index])
+        points.append((values[index], verdict.fits_from()))
+        if verdict.fits:
             low = index
         else:
             high = index
@@ -387,7 +381,10 @@ def last_fitting(
 
 def lines(result: Iterable[Variant]) -> list[str]:
     """Two lines for each: the change; the memory it needs and what it means."""
-    shown = [(f"  {each.words}", f"      {each.needed / 2**30:.1f} GiB; {', '.join(each.says)}") for each in result]
+    shown = [
+        (f"  {variant.words}", f"      {variant.needed / 2**30:.1f} GiB; {', '.join(variant.says)}")
+        for variant in result
+    ]
     return [line for pair in shown for line in pair]
 
 
@@ -400,6 +397,6 @@ def fitting_lines(result: Sequence[Variant]) -> Iterator[str]:
         CLOSED_FORM: "by the closed form alone these need less too; plan one to be sure that it fits:",
     }
     for planned_by, head in heads.items():
-        if chosen := [each for each in result if each.planned_by == planned_by]:
+        if chosen := [variant for variant in result if variant.planned_by == planned_by]:
             yield head
             yield from lines(chosen)

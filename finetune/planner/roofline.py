@@ -138,7 +138,7 @@ def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> Ste
     # The last backward sends everything. If gradients are reduced once, those before it gather weights at most.
     before = sent["backward"]
     if layout.reduces_once:
-        gathered = {name: each for name, each in work.collectives.get("backward", {}).items() if name in GATHERS}
+        gathered = {name: stats for name, stats in work.collectives.get("backward", {}).items() if name in GATHERS}
         before = _ring_seconds(gathered, chip, layout)
     communication = gatherings * sent["forward"] + (micro_steps - 1) * before + sent["backward"] + sent["step"]
     exposed = (
@@ -181,14 +181,14 @@ def scaled_step_times(work: StepWork, chip: Chip, traced: Layout) -> Iterator[St
 
 def _ring_seconds(collectives: Mapping[str, CollectiveStats], chip: Chip, layout: Layout) -> float:
     total = 0.0
-    for name, each in collectives.items():
+    for name, stats in collectives.items():
         # Under HSDP shards are exchanged within a copy, and gradients are reduced between the copies.
         between_copies = layout.copies > 1 and name == "all_reduce"
         group = layout.copies if between_copies else layout.ranks // layout.copies
         link = chip.link
         if between_copies or group > layout.node:  # the ring crosses machines
             link = min(chip.link, chip.between)
-        total += WEIGHT[name] * each.payload_bytes * (group - 1) / group / link
+        total += WEIGHT[name] * stats.payload_bytes * (group - 1) / group / link
     return total
 
 
@@ -209,7 +209,7 @@ def roofline_json(planned: Plan) -> dict[str, Any]:
     """One rank's `communication` and `arithmetic`, per micro-step and update; `speed` on a named GPU; a `pipeline`."""
     work, layout = planned.work, planned.layout
     communication = {
-        phase: {name: {"calls": each.calls, "bytes": each.payload_bytes} for name, each in collectives.items()}
+        phase: {name: {"calls": stats.calls, "bytes": stats.payload_bytes} for name, stats in collectives.items()}
         for phase, collectives in work.collectives.items()
     }
     arithmetic = {
@@ -237,7 +237,7 @@ def _speed(planned: Plan) -> dict[str, Any] | None:
     launches = layout.micro_steps * (work.launches("forward") + work.launches("backward")) + work.launches("step")
     return {
         **step_time(work, chip, layout, layout).as_json(),
-        "scale": [each.as_json() for each in scale],  # on other numbers of ranks
+        "scale": [timing.as_json() for timing in scale],  # on other numbers of ranks
         "compiled_layers": work.compiles,
         "uncompiled_tokens_per_second": as_written.tokens_per_second,
         # The host has so long to launch an operation, without compiled layers, before the GPU waits for it.
@@ -280,7 +280,7 @@ def _pipeline(planned: Plan) -> dict[str, Any]:
         return facts
     sums = [work.collectives.get("backward", {}).get("all_reduce", CollectiveStats()) for work in works]
     # Each pipeline is a copy of the model. A ring sends 2 (copies - 1) / copies of the gradients.
-    reduced_bytes = 2 * (layout.ranks - 1) / layout.ranks * max(each.payload_bytes for each in sums)
+    reduced_bytes = 2 * (layout.ranks - 1) / layout.ranks * max(stats.payload_bytes for stats in sums)
     update = max(compute_seconds(work, chip, "step") for work in works) + reduced_bytes / link
     seconds = max(span.end for span in spans) + update
     tokens = layout.tokens * layout.micro_steps * layout.ranks
@@ -297,11 +297,11 @@ def roofline_lines(planned: Plan, facts: Mapping[str, Any]) -> Iterator[str]:
     work, layout, speed = planned.work, planned.layout, facts["speed"]
     once = {"step", *["forward"] * layout.gathers_once}
     for phase in STEP_PHASES:
-        for name, each in work.collectives.get(phase, {}).items():
-            if each.payload_bytes >= 2**20:
+        for name, stats in work.collectives.get(phase, {}).items():
+            if stats.payload_bytes >= 2**20:
                 reduced = phase == "backward" and layout.reduces_once and name not in GATHERS
                 times = "step" if phase in once or reduced else "micro-step"
-                yield f"{phase}: {each.calls:,} x {name}, {each.payload_bytes / 2**30:.2f} GiB a {times}"
+                yield f"{phase}: {stats.calls:,} x {name}, {stats.payload_bytes / 2**30:.2f} GiB a {times}"
     for phase in STEP_PHASES:
         times = "step" if phase == "step" else "micro-step"
         for place, words in ((COPY, "between GPU and host"), (ON_HOST, "read and written by the host")):
@@ -316,14 +316,11 @@ def roofline_lines(planned: Plan, facts: Mapping[str, Any]) -> Iterator[str]:
     if speed is not None:
         counts += f"; the host has {speed['uncompiled_launch_seconds'] * 1e6:.0f} us to launch each"
     yield f"without compiled layers: {counts}"
-    if planned.gpus is not None and speed is not None:
-        yield from _speed_lines(planned.gpus.name, layout, speed)
     if planned.stages:
         yield from _pipeline_lines(planned, facts["pipeline"])
-
-
-def _speed_lines(gpu: str, layout: Layout, speed: Mapping[str, Any]) -> Iterator[str]:
-    chip, scale = CHIPS[gpu], speed["scale"]
+    if planned.gpus is None or speed is None:
+        return
+    gpu, chip, scale = planned.gpus.name, CHIPS[planned.gpus.name], speed["scale"]
     yield (
         f"at most {speed['tokens_per_second']:,.0f} tokens/s on {speed['ranks']} x {gpu}, "
         f"{speed['step_seconds']:.2f} s a step, {speed['exposed_share']:.1%} of that communication that is not "
@@ -346,10 +343,10 @@ def _speed_lines(gpu: str, layout: Layout, speed: Mapping[str, Any]) -> Iterator
             f"{counted(min(layout.node, layout.ranks), 'rank')} of a machine"
         )
     if scale:
-        yield f"  {'ranks':<12}" + "".join(f"{each['ranks']:>11,}" for each in scale)
-        yield f"  {'tokens/s':<12}" + "".join(f"{each['tokens_per_second']:>11,.0f}" for each in scale)
-        yield f"  {'exposed':<12}" + "".join(f"{each['exposed_share']:>11.1%}" for each in scale)
-        largest = [each["ranks"] for each in scale if each["ranks"] > layout.rows]
+        yield f"  {'ranks':<12}" + "".join(f"{row['ranks']:>11,}" for row in scale)
+        yield f"  {'tokens/s':<12}" + "".join(f"{row['tokens_per_second']:>11,.0f}" for row in scale)
+        yield f"  {'exposed':<12}" + "".join(f"{row['exposed_share']:>11.1%}" for row in scale)
+        largest = [row["ranks"] for row in scale if row["ranks"] > layout.rows]
         if largest:
             yield f"  from {largest[0]} ranks on, a step has more rows than global_batch_size: one for each rank"
 
@@ -364,7 +361,7 @@ def copying_line(planned: Plan, step_seconds: float, change: str) -> str:
     if planned.strategy != "fsdp2" or chip is None or chip.link < NVLINK or layout.ranks > layout.node:
         return ""
     collectives = [planned.work.collectives.get(phase, {}) for phase in STEP_PHASES[:2]]
-    gathered = sum(each["all_gather"].payload_bytes for each in collectives if "all_gather" in each)
+    gathered = sum(named["all_gather"].payload_bytes for named in collectives if "all_gather" in named)
     copying = layout.micro_steps * 2 * gathered / chip.memory
     share = copying / (step_seconds + planned.work.compiles * copying)
     copies = f"FSDP2 copies {gathered / 2**30:.1f} GiB of gathered weights a micro-step, {share:.0%} of its time"

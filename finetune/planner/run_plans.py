@@ -43,14 +43,14 @@ NO_MEMORY = "its receipt has no memory section: it ended before its worst step, 
 
 
 def plan_of_run(
-    run: Path, note: Callable[[str], None] = lambda line: None, timeout: float = PLAN_OF_RUN_SECONDS
+    run: Path, say: Callable[[str], None] = lambda line: None, timeout: float = PLAN_OF_RUN_SECONDS
 ) -> tuple[Mapping[str, Any] | None, str | None]:
     """The run's plan as JSON, or None and the reason. Plans once: the result is stored in the run's folder.
 
     A folder that cannot be written is planned every time. Never raises for a plan that cannot be made.
 
     Args:
-        note: Receives one line before a plan is made, because that takes seconds to minutes.
+        say: Receives one line before a plan is made, because that takes seconds to minutes.
         timeout: Seconds to wait for a new plan.
     """
     try:
@@ -71,7 +71,7 @@ def plan_of_run(
                     return stored["plan"], None
     except (FinetuneError, ValueError, TypeError, KeyError, AttributeError) as error:
         return None, f"its files are not those of a run: {words_of(error)}"
-    note(f"{run}: planning its memory, to show it beside what was measured; this takes seconds, seldom a minute")
+    say(f"{run}: planning its memory, to show it beside what was measured; this takes seconds, seldom a minute")
     answer = ask_planner(request, timeout)
     if answer["plan"] is not None:
         with suppress(FinetuneError, OSError):  # a folder that cannot be written
@@ -132,15 +132,13 @@ def plan_run(request: PlanRequest) -> Plan:
     from finetune.recipe.strategy import strategy_of
 
     recipe = Recipe.model_validate(request.recipe)
-    batches = batches_of(request)
-    stage = 0 if strategy_of(recipe).schedule else None
+    place: dict[str, Any] = {"gpus": gpus_of_run(request)}
     if request.device == "cpu":
         ranks = request.nodes * request.ranks_of_node
-        place: dict[str, Any] = {"ranks": ranks, "node": request.ranks_of_node}
-        return plan_recipe(recipe, None, batches=batches, stage=stage, keeps_gradients=request.keeps_gradients, **place)
-    return plan_recipe(
-        recipe, gpus_of_run(request), batches=batches, stage=stage, keeps_gradients=request.keeps_gradients
-    )
+        place = {"gpus": None, "ranks": ranks, "node": request.ranks_of_node}
+    stage = 0 if strategy_of(recipe).schedule else None
+    batches, kept = batches_of(request), request.keeps_gradients
+    return plan_recipe(recipe, batches=batches, stage=stage, keeps_gradients=kept, **place)
 
 
 def gpus_of_run(request: PlanRequest) -> Gpus:
@@ -214,13 +212,13 @@ class AuditRow:
         return self.planned_bytes / self.measured_bytes - 1
 
 
-def audit(runs: Sequence[Path], note: Callable[[str], None]) -> tuple[dict[str, Any], str]:
+def audit(runs: Sequence[Path], say: Callable[[str], None]) -> tuple[dict[str, Any], str]:
     """`finetune plan --audit`: planned and measured bytes, as JSON and as text.
 
     Raises FinetuneError for a folder that is not a run.
 
     Args:
-        note: Receives a line for each run that is planned now, because that takes seconds.
+        say: Receives a line for each run that is planned now, because that takes seconds.
     """
     receipts: list[tuple[Path, Mapping[str, Any]]] = []
     for run in runs:
@@ -233,7 +231,7 @@ def audit(runs: Sequence[Path], note: Callable[[str], None]) -> tuple[dict[str, 
     unplanned: dict[str, str] = {}
     for run, receipt in receipts:
         with library_errors(partial(_not_a_run, run)):
-            plan, why = plan_of_run(run, note)
+            plan, why = plan_of_run(run, say)
             if plan is None:
                 unplanned[str(run)] = str(why)
             else:

@@ -68,8 +68,8 @@ class Difference:
         return max(self.loss, self.gradients)
 
 
-def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bool = True) -> Difference:
-    """The relative difference between `found` and `expected`.
+def difference(computed: LossAndGradients, expected: LossAndGradients, *, exact: bool = True) -> Difference:
+    """The relative difference between `computed` and `expected`.
 
     A gradient that only one side has counts as a difference. Values that are not finite are FAR away.
 
@@ -83,7 +83,7 @@ def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bo
     whole = math.sqrt(sum(float(g.double().norm()) ** 2 for g in expected.gradients.values() if g is not None))
     worst, at, squares = 0.0, "", 0.0
     for name, theirs in expected.gradients.items():
-        ours = found.gradients.get(name)
+        ours = computed.gradients.get(name)
         if theirs is None and ours is None:
             continue
         if theirs is None or ours is None:
@@ -97,7 +97,7 @@ def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bo
             worst, at = _number(off), name
     if not exact:
         worst, at = _number(math.sqrt(squares) / whole), "all"
-    return Difference(_number(abs(found.loss - expected.loss) / abs(expected.loss)), worst, at)
+    return Difference(_number(abs(computed.loss - expected.loss) / abs(expected.loss)), worst, at)
 
 
 def _number(off: float) -> float:
@@ -139,10 +139,10 @@ class LibrarySide:
             for ids, labels in self.documents:
                 targets = torch.from_numpy(labels[1:]).to(self.device)
                 balanced = bool(self.router) and self.training
-                asked = {"output_router_logits": True} if balanced else {}
+                options = {"output_router_logits": True} if balanced else {}
                 with self._precision(compute):
                     tokens = torch.from_numpy(ids)[None].to(self.device)
-                    output = self.model(input_ids=tokens, use_cache=False, **asked)
+                    output = self.model(input_ids=tokens, use_cache=False, **options)
                 loss = summed(output.logits[0, :-1], targets)
                 if balanced:
                     loss = loss + self.router * int((labels[1:] != IGNORE).sum()) * output.aux_loss
@@ -180,8 +180,14 @@ class LibrarySide:
         loss = 0.0
         with self._width():
             for batch in probe_batches(recipe, self.documents, self.device):
+                arguments: dict[str, Any] = dict(batch)
                 with self._precision(self.compute):
-                    part = _by_logits(model, batch) if by_logits else model(**batch)
+                    if by_logits:
+                        labels, _ = arguments.pop("shift_labels"), arguments.pop("supervised", None)
+                        logits = model(**arguments, use_cache=False).logits
+                        part = summed(logits.flatten(0, 1), labels.flatten())
+                    else:
+                        part = model(**arguments)
                 part.backward()
                 loss += part.item()
         return LossAndGradients(loss, gradients_of(model))
@@ -202,8 +208,8 @@ class LibrarySide:
         """The same comparison in evaluation mode, in which layers draw no numbers."""
         return LibrarySide(self.model, self.documents, self.device, self.compute, training=False, router=self.router)
 
-    def _difference(self, found: LossAndGradients) -> Difference:
-        return difference(found, self.expected, exact=self.compute is None)
+    def _difference(self, computed: LossAndGradients) -> Difference:
+        return difference(computed, self.expected, exact=self.compute is None)
 
     def _width(self) -> AbstractContextManager[Any]:
         if self.wide:
@@ -236,12 +242,6 @@ def _wide(value: Any) -> Any:
     if value is torch.float32:
         return torch.float64
     return value
-
-
-def _by_logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    arguments = {name: value for name, value in batch.items() if name not in ("shift_labels", "supervised")}
-    logits = model(**arguments, use_cache=False).logits
-    return summed(logits.flatten(0, 1), batch["shift_labels"].flatten())
 
 
 def summed(logits: Tensor, targets: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from finetune.recipe.schema import Recipe
 
 ELSEWHERE = ("sdpa", "eager")  # the library's own attentions, which run on every device
 ANYWHERE = (attention.NAME, *ELSEWHERE)
+_LAYERS = {False: "kept", True: "recomputed"}  # in backward
 # A model that chooses experts may differ by this much through rounding in 16 bits: a token with two nearly equal best
 # experts goes to the other one. A document that sees another document is off by more.
 BY_CHOICE = 0.1
@@ -31,7 +31,7 @@ class Differs(Exception):
 class Judgement:
     """The differences of a recipe that trains rightly."""
 
-    found: dict[str, Difference]  # "kept" or "recomputed" layers: the recipe's way first, then the other one
+    differences: dict[str, Difference]  # "kept" or "recomputed" layers: the recipe's way first, then the other one
     bound: float
     precision: str
     note: str | None = None
@@ -42,51 +42,52 @@ def judge(recipe: Recipe, small: SmallModel, device: torch.device, compute: torc
     FinetuneError where the kit refuses the small model, and what the model's own code raises."""
     note = None
     with_library = library_side(recipe, small, device, compute)
-    found = _both_ways(with_library, recipe, small)
-    if not _right(with_library, found) and not with_library.repeats():
+    differences = _both_ways(with_library, recipe, small)
+    if not _right(with_library, differences) and not with_library.repeats():
         with_library, note = with_library.without_randomness(), "compared in evaluation mode: it draws random numbers"
-        found = _both_ways(with_library, recipe, small)
-    if compute is not None and not _right(with_library, found) and _agrees_in_float32(recipe, small, device):
-        with_library.bound = BY_CHOICE
-        note = "float32 agrees; in 16 bits rounding decides which experts are chosen"
+        differences = _both_ways(with_library, recipe, small)
+    if compute is not None and not _right(with_library, differences):
+        # In float32 rounding hardly changes a mixture's choice of experts.
+        exact = library_side(recipe, small, device, None)
+        mixture = expert_parameters(decoder_parts(exact.model))
+        if mixture and _right(exact, _both_ways(exact, recipe, small)):
+            with_library.bound = BY_CHOICE
+            note = "float32 agrees; in 16 bits rounding decides which experts are chosen"
     exact_on_cpu = compute is None and device.type == "cpu"
-    if not _right(with_library, found) and exact_on_cpu and (wide := _in_float64(with_library, recipe, small)):
-        with_library, found = wide
-    if not _right(with_library, found):
-        raise _refusal(recipe, small, with_library, found)
-    precision = "float64" if with_library.wide else "float32" if compute is None else dtype_name(compute)
-    return Judgement(found, with_library.bound, precision, note)
+    if not _right(with_library, differences) and exact_on_cpu and (wide := _in_float64(with_library, recipe, small)):
+        with_library, differences = wide
+    if not _right(with_library, differences):
+        raise _refusal(recipe, small, with_library, differences)
+    precision = dtype_name(compute or torch.float32)
+    if with_library.wide:
+        precision = "float64"
+    return Judgement(differences, with_library.bound, precision, note)
 
 
-def _agrees_in_float32(recipe: Recipe, small: SmallModel, device: torch.device) -> bool:
-    """Whether the model has experts, and is right in float32, where rounding hardly changes their choice."""
-    exact = library_side(recipe, small, device, None)
-    mixture = expert_parameters(decoder_parts(exact.model))
-    return bool(mixture) and _right(exact, _both_ways(exact, recipe, small))
-
-
-def _refusal(recipe: Recipe, small: SmallModel, with_library: LibrarySide, found: dict[str, Difference]) -> Differs:
+def _refusal(
+    recipe: Recipe, small: SmallModel, with_library: LibrarySide, differences: dict[str, Difference]
+) -> Differs:
     """Ask first whether only a router's auxiliary loss differs; then search everything else, without that loss."""
     if with_library.router:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"router_aux_loss_coef": 0.0})})
-        off, with_library = next(iter(found.values())), replace(with_library, router=0.0)
-        found = _both_ways(with_library, recipe, small)
-        if _right(with_library, found):
+        off, with_library = next(iter(differences.values())), replace(with_library, router=0.0)
+        differences = _both_ways(with_library, recipe, small)
+        if _right(with_library, differences):
             return Differs(
                 f"model.router_aux_loss_coef: the router's auxiliary loss differs: {small.name}, made small, has a "
                 f"loss {off.loss:.1e} and gradients {off.gradients:.1e} from the library's own of one document at a "
                 "time; set model.router_aux_loss_coef: 0"
             )
-    return _Trial(recipe, small, with_library, found).refusal()
+    return _Trial(recipe, small, with_library, differences).refusal()
 
 
 def _both_ways(with_library: LibrarySide, recipe: Recipe, small: SmallModel) -> dict[str, Difference]:
     """The differences with layers recomputed as the recipe says, then the other way if the model can."""
-    model, asked = with_library.built(recipe, small), bool(recipe.training.recompute_every)
-    found = {_way(asked): with_library.difference_of(model, recipe)}
-    if set_checkpointing(model, on=not asked) is not asked:
-        found[_way(not asked)] = with_library.difference_of(model, recipe)
-    return found
+    model, recomputes = with_library.built(recipe, small), bool(recipe.training.recompute_every)
+    differences = {_LAYERS[recomputes]: with_library.difference_of(model, recipe)}
+    if set_checkpointing(model, on=not recomputes) is not recomputes:
+        differences[_LAYERS[not recomputes]] = with_library.difference_of(model, recipe)
+    return differences
 
 
 def _in_float64(
@@ -96,10 +97,10 @@ def _in_float64(
 
     Layers are not recomputed there. Recomputing them must not change a bit, so float32 shows any change it makes.
     """
-    model, asked = with_library.built(recipe, small), bool(recipe.training.recompute_every)
-    as_asked = with_library.computed_by(model, recipe)
+    model, recomputes = with_library.built(recipe, small), bool(recipe.training.recompute_every)
+    as_written = with_library.computed_by(model, recipe)
     set_checkpointing(model, on=False)
-    recomputing = difference(as_asked, with_library.computed_by(model, recipe))
+    recomputing = difference(as_written, with_library.computed_by(model, recipe))
     try:
         wide = with_library.widened()
         kept = wide.of(recipe, small)
@@ -107,18 +108,12 @@ def _in_float64(
         with_library.narrowed()
         return None
     both = Difference(max(kept.loss, recomputing.loss), max(kept.gradients, recomputing.gradients), kept.worst)
-    return wide, {_way(asked): both} | ({_way(False): kept} if asked else {})
+    return wide, {_LAYERS[recomputes]: both} | ({_LAYERS[False]: kept} if recomputes else {})
 
 
-def _way(recomputed: bool) -> str:
-    if recomputed:
-        return "recomputed"
-    return "kept"
-
-
-def _right(with_library: LibrarySide, found: dict[str, Difference]) -> bool:
+def _right(with_library: LibrarySide, differences: dict[str, Difference]) -> bool:
     """Judge by the recipe's own way, which comes first."""
-    return next(iter(found.values())).largest <= with_library.bound
+    return next(iter(differences.values())).largest <= with_library.bound
 
 
 @dataclass
@@ -128,12 +123,12 @@ class _Trial:
     recipe: Recipe
     small: SmallModel
     with_library: LibrarySide
-    found: dict[str, Difference]
+    differences: dict[str, Difference]
     tried: dict[Any, bool] = field(default_factory=dict)
 
     def refusal(self) -> Differs:
         """The line for the user: the place that differs, by how much, and a setting that is right."""
-        off = next(iter(self.found.values()))
+        off = next(iter(self.differences.values()))
         place, part = self._locate()
         return Differs(
             f"{place}: {part} differs: {self.small.name}, made small, has a loss {off.loss:.1e} and gradients "
@@ -145,8 +140,8 @@ class _Trial:
         """The place in the recipe, and the part of the computation that differs there."""
         recipe, name = self.recipe, self.recipe.model.attention
         if self._recomputation_differs:
-            asked = recipe.training.activation_checkpointing
-            return f"training.activation_checkpointing: {str(asked).lower()}", "the recomputation of layers"
+            setting = recipe.training.activation_checkpointing
+            return f"training.activation_checkpointing: {str(setting).lower()}", "the recomputation of layers"
         if self._is_right(recipe, by_logits=True):
             return f"model.name_or_path: {recipe.model.name_or_path}", "the loss"
         if recipe.data.packing and self._is_right(_changed(recipe, packing=False)):
@@ -160,27 +155,21 @@ class _Trial:
     @property
     def _recomputation_differs(self) -> bool:
         """Whether layers are recomputed, and everything is right without that."""
-        kept = self.found.get(_way(False))
-        return len(self.found) == 2 and kept is not None and kept.largest <= self.with_library.bound
+        kept = self.differences.get(_LAYERS[False])
+        return len(self.differences) == 2 and kept is not None and kept.largest <= self.with_library.bound
 
     def _remedy(self) -> str:
         if self._recomputation_differs:
             return "set training.activation_checkpointing: false"
-        for changed, text in self._proposals():
-            if self._is_right(changed):
-                return f"set {text}"
-        return "choose another model"
-
-    def _proposals(self) -> Iterator[tuple[Recipe, str]]:
-        recipe = self.recipe
-        now = attention_name(recipe)
-        others = [name for name in ELSEWHERE if name != now]
-        for name in others:
-            yield _changed(recipe, attention=name), f"model.attention: {name}"
+        recipe, own = self.recipe, attention_name(self.recipe)
+        others = [name for name in ELSEWHERE if name != own]
+        proposals = {f"model.attention: {name}": _changed(recipe, name) for name in others}
         if recipe.data.packing:
-            yield _changed(recipe, packing=False), "data.packing: false"
+            proposals["data.packing: false"] = _changed(recipe, packing=False)
             for name in others:
-                yield _changed(recipe, name, packing=False), f"model.attention: {name} and data.packing: false"
+                proposals[f"model.attention: {name} and data.packing: false"] = _changed(recipe, name, packing=False)
+        right = (text for text, changed in proposals.items() if self._is_right(changed))
+        return f"set {text}" if (text := next(right, "")) else "choose another model"
 
     def _is_right(self, recipe: Recipe, *, by_logits: bool = False) -> bool:
         key = attention_name(recipe), recipe.data.packing, recipe.training.activation_checkpointing, by_logits

@@ -42,8 +42,8 @@ def has_template(name: str, revision: str = "main") -> bool | None:
 
 def is_tuned_for_chats(name: str) -> bool:
     """Whether the model has a chat template: by its tokenizer where it is on this machine, else by its name."""
-    found = has_template(name)
-    return bool(TUNED.search(name)) if found is None else found
+    has_own = has_template(name)
+    return bool(TUNED.search(name)) if has_own is None else has_own
 
 
 def template_note(recipe: Recipe) -> str:
@@ -54,12 +54,12 @@ def template_note(recipe: Recipe) -> str:
     model, data = recipe.model, recipe.data
     if data.chat_template or not any(map(_may_be_chats, data.sets)):
         return ""
-    found = has_template(model.name_or_path, model.revision)
-    if found is False:
+    has_own = has_template(model.name_or_path, model.revision)
+    if has_own is False:
         raise DataError(
             [f"data.chat_template: the tokenizer of {model.name_or_path} has no chat template; {NAME_A_TEMPLATE}"]
         )
-    if found or TUNED.search(model.name_or_path):
+    if has_own or TUNED.search(model.name_or_path):
         return ""
     return (
         f"data.chat_template: the tokenizer of {model.name_or_path} is not on this machine, and this name is not that "
@@ -75,7 +75,7 @@ def _may_be_chats(entry: DataSet) -> bool:
         return False
     if source.kind == "hub":
         return True
-    read = [found.read for found in islice(RowReader(source).rows(), ROWS_LOOKED_AT) if found.read is not None]
+    read = [row.read for row in islice(RowReader(source).rows(), ROWS_LOOKED_AT) if row.read is not None]
     return any(isinstance(document, Chat) for content in read for document in documents_in(content))
 
 

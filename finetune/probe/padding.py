@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.generation.generate import GREEDY, answering, left_padded
+from finetune.generation.settings import GREEDY, answering, left_padded
 from finetune.library_errors import class_and_words
 from finetune.model.build import decoder_parts
 from finetune.probe.compare import kits_model

@@ -50,10 +50,10 @@ class ProbeResult:
 
     def line(self) -> str:
         """For the terminal."""
-        facts, found, note = self.facts, self.facts["found"], self.facts["note"]
+        facts, differences, note = self.facts, self.facts["found"], self.facts["note"]
         lines = []
-        if found:
-            worst = max(max(off["loss"], off["gradients"]) for off in found.values())
+        if differences:
+            worst = max(max(off["loss"], off["gradients"]) for off in differences.values())
             line = (
                 f"model: {facts['architecture']}, made small: loss and gradients are the library's own of one document "
                 f"at a time to {worst:.0e}, in {facts['precision']} on {facts['device']}"
@@ -118,7 +118,7 @@ def probe(
                     raise EnvironmentMismatch(str(refusal)) from None
                 facts |= {"small": {"layers": small.layers, "kinds": small.kinds, "parameters": small.parameters}}
                 facts |= {"note": judgement.note, "precision": judgement.precision, "bound": judgement.bound}
-                facts |= {"found": {layers: asdict(off) for layers, off in judgement.found.items()}}
+                facts |= {"found": {layers: asdict(off) for layers, off in judgement.differences.items()}}
                 facts |= {"padding": compare_padded(recipe, small, device)}
             remember(key, {"facts": facts})
             return ProbeResult(facts)

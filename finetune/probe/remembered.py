@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from filelock import FileLock
 
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder, read_sealed, write_sealed
+from finetune.measure.environment import installed_versions
 from finetune.model.build import attention_name
 from finetune.model.dtypes import COMPUTE
 from finetune.model.stored_structure import NOT_OF_STRUCTURE
@@ -46,7 +46,7 @@ def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: 
     """
     structure = {name: value for name, value in config.items() if name not in NOT_OF_STRUCTURE}
     training = recipe.training
-    asked = {
+    settings = {
         "attention": attention_name(recipe),
         "packing": recipe.data.packing,
         "several rows": training.rows_at_once > 1,
@@ -58,19 +58,14 @@ def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: 
         "quantization": None if recipe.quantization is None else recipe.quantization.model_dump(mode="json"),
     }
     computes = {"versions": installed(), "own code": own_code(), "device": device_kind(device)}
-    parts = {"format": REMEMBERED_FORMAT, "config": structure, "code": _digest(code), "asked": asked, **computes}
+    parts = {"format": REMEMBERED_FORMAT, "config": structure, "code": _digest(code), "asked": settings, **computes}
     return content_key(json.loads(json.dumps(parts, default=str)))
 
 
 @cache
 def installed() -> dict[str, str | None]:
     """The versions of all packages that compute."""
-    versions: dict[str, str | None] = {}
-    for name in (*COMPUTES, *KERNELS):
-        versions[name] = None
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
+    return installed_versions((*COMPUTES, *KERNELS))
 
 
 @cache
@@ -102,11 +97,11 @@ def recall(key: str) -> dict[str, Any] | None:
     return None
 
 
-def remember(key: str, found: dict[str, Any]) -> None:
+def remember(key: str, result: dict[str, Any]) -> None:
     """Keep a result, if the cache folder can be written."""
     with suppress(OSError, FinetuneError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
-        write_sealed(_file(key), found | {"key": key})
+        write_sealed(_file(key), result | {"key": key})
 
 
 @contextmanager

@@ -118,15 +118,15 @@ def with_layers_alone(config: Mapping[str, Any], depth: int, chosen: Sequence[in
             small[name] = len(chosen)
         elif isinstance(value, list) and len(value) == depth and "token" not in name:
             small[name] = [value[index] for index in chosen]
-        elif isinstance(value, list) and LAYER_NUMBERS.search(name) and all(_is_layer(entry, depth) for entry in value):
+        elif (
+            isinstance(value, list)
+            and LAYER_NUMBERS.search(name)
+            and all(type(entry) is int and 0 <= entry < depth for entry in value)
+        ):
             small[name] = [chosen.index(place) for place in value if place in chosen]
         else:
             small[name] = value
     return small
-
-
-def _is_layer(value: Any, depth: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < depth
 
 
 # Sizes, for the probe.
@@ -221,7 +221,7 @@ def _is_count(value: Any) -> bool:
 
 
 def with_small_sizes(
-    config: Mapping[str, Any], by: Factors, *, hidden: Mapping[int, int] | None = None
+    config: Mapping[str, Any], divisors: Factors, *, hidden: Mapping[int, int] | None = None
 ) -> dict[str, Any]:
     """The configuration with small sizes, in its sections too; depth and lists of layers stay.
 
@@ -232,17 +232,17 @@ def with_small_sizes(
     for name, value in config.items():
         if isinstance(value, Mapping):
             if "rope" in name:
-                small[name] = _smaller_rope(value, by)
+                small[name] = _smaller_rope(value, divisors)
             elif all(isinstance(key, str) for key in value):
-                small[name] = with_small_sizes(value, by, hidden=hidden)
+                small[name] = with_small_sizes(value, divisors, hidden=hidden)
             else:  # labels by number
                 small[name] = value
         elif hidden and _is_count(value) and value in hidden and re.search(r"out|text|proj", name):
             small[name] = hidden[value]
         elif isinstance(value, list | tuple):
-            small[name] = [_smaller_value(name, entry, by) for entry in value]
+            small[name] = [_smaller_value(name, entry, divisors) for entry in value]
         else:
-            small[name] = _smaller_value(name, value, by)
+            small[name] = _smaller_value(name, value, divisors)
     # Tokens that the small vocabulary lacks get different numbers, counted down from its end.
     free = SMALL_VOCABULARY - 1
     for name, value in small.items():
@@ -254,7 +254,7 @@ def with_small_sizes(
     return small
 
 
-def _smaller_value(name: str, value: Any, by: Factors) -> Any:
+def _smaller_value(name: str, value: Any, divisors: Factors) -> Any:
     if isinstance(value, float) and RANDOM.search(name):
         return 0.0
     if not _is_count(value) or TOKEN.search(name):
@@ -264,21 +264,19 @@ def _smaller_value(name: str, value: Any, by: Factors) -> Any:
     for pattern, limit in LIMITS:
         if pattern.search(name):
             return min(value, limit)
-    if not by.by_name:
+    if not divisors.by_name:
         is_width = value >= LARGE and not NO_SIZE.search(name)
-        if is_width:
-            return value // by.head_width
-        return value
+        return value // divisors.head_width if is_width else value
     if HEADS.search(name):
-        return max(1, value // by.heads)
+        return max(1, value // divisors.heads)
     if HEAD_WIDTHS.search(name):
-        return max(1, value // by.head_width)
+        return max(1, value // divisors.head_width)
     if WIDTHS.search(name) and value > HEAD_WIDTH:
-        return max(1, -(-value // by.width))  # rounded up
+        return max(1, -(-value // divisors.width))  # rounded up
     return value
 
 
-def _smaller_rope(rope: Mapping[str, Any], by: Factors) -> dict[str, Any]:
+def _smaller_rope(rope: Mapping[str, Any], divisors: Factors) -> dict[str, Any]:
     """Settings of rotary positions.
 
     A `..._factor` list has one number for each pair of a head's widths, so it keeps every `head_width`-th. A list of
@@ -287,11 +285,11 @@ def _smaller_rope(rope: Mapping[str, Any], by: Factors) -> dict[str, Any]:
     small: dict[str, Any] = {}
     for name, value in rope.items():
         if isinstance(value, Mapping):
-            small[name] = _smaller_rope(value, by)
+            small[name] = _smaller_rope(value, divisors)
         elif isinstance(value, list) and name.endswith("_factor"):
-            small[name] = value[:: by.head_width]
+            small[name] = value[:: divisors.head_width]
         elif isinstance(value, list) and all(map(_is_count, value)):
-            small[name] = _scaled_parts(value, sum(value) // by.head_width)
+            small[name] = _scaled_parts(value, sum(value) // divisors.head_width)
         else:
             small[name] = value
     return small
@@ -332,10 +330,12 @@ def small_models(model: PreTrainedModel, folder: Path) -> Iterator[SmallModel]:
     `model` may be on meta. The caller takes the first one that runs. Raises CannotShrink after the last.
     """
     model_class, reason = type(model), "it has too many weights"
-    for by in factors(model.config.get_text_config().to_dict()):
+    for divisors in factors(model.config.get_text_config().to_dict()):
         try:
-            config = _small_config(model_class, model.config, by)
-            if config is None:
+            narrow = _narrow(model.config, model.config.get_text_config(), divisors)
+            depth = getattr(narrow.get_text_config(), "num_hidden_layers", None)
+            config = _shallow(model_class, narrow, decoder_layers(_on_meta(model_class, narrow), depth)) or narrow
+            if sum(parameter.numel() for parameter in _on_meta(model_class, config).parameters()) > LARGEST_SMALL:
                 continue
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(0)  # decays and steps of state-space layers stay what they begin as
@@ -355,23 +355,11 @@ def small_models(model: PreTrainedModel, folder: Path) -> Iterator[SmallModel]:
     raise CannotShrink(f"it cannot be made small ({reason})")
 
 
-def _small_config(model_class: ModelClass, config: PreTrainedConfig, by: Factors) -> PreTrainedConfig | None:
-    """A small configuration; None where it is still too large. Raises what the model raises of sizes that clash."""
-    narrow = _narrow(config, config.get_text_config(), by)
-    depth = getattr(narrow.get_text_config(), "num_hidden_layers", None)
-    layers = decoder_layers(_on_meta(model_class, narrow), depth)
-    shallow = _shallow(model_class, narrow, layers) or narrow
-    size = sum(parameter.numel() for parameter in _on_meta(model_class, shallow).parameters())
-    if size <= LARGEST_SMALL:
-        return shallow
-    return None
-
-
-def _narrow(config: PreTrainedConfig, text: PreTrainedConfig, by: Factors) -> PreTrainedConfig:
+def _narrow(config: PreTrainedConfig, text: PreTrainedConfig, divisors: Factors) -> PreTrainedConfig:
     """The configuration with small sizes; a section that is not the text's has its own factors."""
     if text is config:
-        return _config_like(config, with_small_sizes(config.to_dict(), by))
-    inner = with_small_sizes(text.to_dict(), by)
+        return _config_like(config, with_small_sizes(config.to_dict(), divisors))
+    inner = with_small_sizes(text.to_dict(), divisors)
     hidden = {text.hidden_size: inner["hidden_size"]} if "hidden_size" in inner else None
     small: dict[str, Any] = {}
     for name, value in config.to_dict().items():
@@ -381,7 +369,7 @@ def _narrow(config: PreTrainedConfig, text: PreTrainedConfig, by: Factors) -> Pr
         elif isinstance(section, PreTrainedConfig):
             small[name] = with_small_sizes(value, next(factors(value)), hidden=hidden)
         else:
-            small[name] = with_small_sizes({name: value}, by)[name]
+            small[name] = with_small_sizes({name: value}, divisors)[name]
     return _config_like(config, small)
 
 

@@ -285,7 +285,28 @@ def meaning_of(file: Mapping[str, Any], recipe: Recipe | None = None) -> Meaning
         # An empty parallelism_config asks for HSDP. If all its sizes are 1, it asks for nothing.
         if settings or (section == {} and name == "parallelism_config" and kind == "FSDP"):
             found.settings[name] = settings
-    _read_together(found, file)
+
+    # Keys that depend on each other; and paths without their offload are dropped.
+    if kind in _REQUIRED:
+        name, key = _REQUIRED[kind]
+        section = file.get(name)
+        spellings = (key, key.removeprefix(SECTIONS[name].prefix))
+        if not isinstance(section, dict) or all(section.get(spelling) is None for spelling in spellings):
+            found.mistakes.append((f"{name}.{key}", "is missing; add it"))
+        elif kind == "DEEPSPEED" and key in found.settings.get(name, {}):
+            mistakes = engine_mistakes(found.settings.get(name, {}))
+            found.mistakes += [(f"{name}.{engine_key}", problem) for engine_key, problem in mistakes]
+    if zero := found.settings.get("deepspeed_config"):
+        for what in ("optimizer", "param"):
+            if zero.get(f"offload_{what}_device") != "nvme":  # the path has no effect
+                zero.pop(f"offload_{what}_nvme_path", None)
+    mesh, ranks = found.settings.get("parallelism_config", {}), found.settings.get("num_processes")
+    shards = mesh.get("parallelism_config_dp_shard_size")
+    copies = mesh.get("parallelism_config_dp_replicate_size") or 1
+    if shards is not None and ranks is not None and shards * copies != ranks:  # 2 copies x 4 shards are 8 ranks
+        place = "parallelism_config.parallelism_config_dp_shard_size"
+        text = f"{shards}: {copies} x {shards} ranks are not num_processes: {ranks}; remove the line"
+        found.mistakes.append((place, text))
     return found
 
 
@@ -337,28 +358,3 @@ def _compare_with_owner(
             wanted = "true"
         text = f"the recipe owns it: {key.owner_key} is {own_value}; remove the line, or set {key.owner_key}={wanted}"
         found.mistakes.append((place, f"{raw!r}: {text}"))
-
-
-def _read_together(found: Meaning, file: Mapping[str, Any]) -> None:
-    """Check keys that depend on each other, and drop paths without their offload."""
-    settings, kind = found.settings, type_of(file)
-    if kind in _REQUIRED:
-        name, key = _REQUIRED[kind]
-        section = file.get(name)
-        spellings = (key, key.removeprefix(SECTIONS[name].prefix))
-        if not isinstance(section, dict) or all(section.get(spelling) is None for spelling in spellings):
-            found.mistakes.append((f"{name}.{key}", "is missing; add it"))
-        elif kind == "DEEPSPEED" and key in settings.get(name, {}):
-            mistakes = engine_mistakes(settings.get(name, {}))
-            found.mistakes += [(f"{name}.{engine_key}", problem) for engine_key, problem in mistakes]
-    if zero := settings.get("deepspeed_config"):
-        for what in ("optimizer", "param"):
-            if zero.get(f"offload_{what}_device") != "nvme":  # the path has no effect
-                zero.pop(f"offload_{what}_nvme_path", None)
-    mesh, ranks = settings.get("parallelism_config", {}), settings.get("num_processes")
-    shards = mesh.get("parallelism_config_dp_shard_size")
-    copies = mesh.get("parallelism_config_dp_replicate_size") or 1
-    if shards is not None and ranks is not None and shards * copies != ranks:  # 2 copies x 4 shards are 8 ranks
-        place = "parallelism_config.parallelism_config_dp_shard_size"
-        text = f"{shards}: {copies} x {shards} ranks are not num_processes: {ranks}; remove the line"
-        found.mistakes.append((place, text))

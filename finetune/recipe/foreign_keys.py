@@ -25,12 +25,7 @@ from finetune.recipe.yaml_text import shown
 
 # Tools whose whole configurations `finetune import` converts. Single keys of more tools are known below.
 Tool = Literal["axolotl", "llamafactory", "trl"]
-TOOL_TITLES: dict[Tool, str] = {
-    "axolotl": "axolotl",
-    "llamafactory": "LLaMA-Factory",
-    "trl": "TRL",
-}
-
+TOOL_TITLES: dict[Tool, str] = {"axolotl": "axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL"}
 KEY_TABLES = PACKAGE / "recipe" / "other_tools"
 
 
@@ -107,37 +102,16 @@ def owner_of(key: str) -> str:
 
 # Other words for our values. A word means the first of ours that the key takes.
 OTHER_WORDS: dict[str, tuple[str, ...]] = {
-    "false": ("no", "never"),
-    "off": ("no", "never"),
-    "none": ("no", "never"),
-    "true": ("auto", "bf16"),
-    "always": ("auto",),
-    "half": ("float16", "fp16"),
-    "fp16": ("float16",),
-    "float16": ("fp16",),
-    "bf16": ("bfloat16",),
-    "bfloat16": ("bf16",),
-    "fp32": ("float32", "no"),
-    "float32": ("no",),
-    "fp8": ("bf16",),
-    "int8": ("uint8",),
-    "flash": ("auto",),
-    "flash_attn": ("auto",),
-    "flash_attention_3": ("auto",),  # where it is installed
-    "flash_attention_4": ("auto",),
-    "xformers": ("varlen",),
-    "chatml": ("messages",),
-    "openai": ("messages",),
-    "chat_template": ("messages",),
-    "conversations": ("sharegpt",),
-    "completion": ("text",),
-    "instruction": ("alpaca",),
-    "left": ("right",),
-    "wsd": ("warmup_stable_decay",),
-    "last": ("completion",),
-    "inputs": ("all",),
+    "false": ("no", "never"), "off": ("no", "never"), "none": ("no", "never"), "true": ("auto", "bf16"),
+    "always": ("auto",), "half": ("float16", "fp16"), "fp16": ("float16",), "float16": ("fp16",),
+    "bf16": ("bfloat16",), "bfloat16": ("bf16",), "fp32": ("float32", "no"), "float32": ("no",), "fp8": ("bf16",),
+    "int8": ("uint8",), "flash": ("auto",), "flash_attn": ("auto",),
+    "flash_attention_3": ("auto",), "flash_attention_4": ("auto",),  # where it is installed
+    "xformers": ("varlen",), "chatml": ("messages",), "openai": ("messages",), "chat_template": ("messages",),
+    "conversations": ("sharegpt",), "completion": ("text",), "instruction": ("alpaca",), "left": ("right",),
+    "wsd": ("warmup_stable_decay",), "last": ("completion",), "inputs": ("all",),
     **{word: (name,) for word, name in OPTIMIZER_NAMES.items()},
-}
+}  # fmt: skip
 
 
 def other_word_for(word: str, choices: Sequence[str]) -> list[str]:
@@ -217,22 +191,17 @@ def refuse_other_training(file: pathlib.Path, tool: Tool, values: Mapping[str, A
     if found is None:
         return
     key, training = found
-    raise RecipeError(
-        [
-            f"{file}: {key}: is {shown(values[key])}; this kit trains on answers and on preferences (dpo, kto), and "
-            f"this file asks for {training}: keep {TOOL_TITLES[tool]} for it, or choose a recipe by: finetune list"
-        ]
-    )
+    problem = "this kit trains on answers and on preferences (dpo, kto), and this file asks for"
+    remedy = f"keep {TOOL_TITLES[tool]} for it, or choose a recipe by: finetune list"
+    raise RecipeError([f"{file}: {key}: is {shown(values[key])}; {problem} {training}: {remedy}"])
 
 
 def refuse_torchtune(file: pathlib.Path, values: Mapping[str, Any]) -> None:
     """Raise RecipeError for a configuration of torchtune, which names a Python class as `_component_` of a section."""
     if any(isinstance(value, Mapping) and "_component_" in value for value in values.values()):
+        remedy = "import it with that release, or write a recipe for its rows: finetune init ROWS"
         raise RecipeError(
-            [
-                f"{file}: is a configuration of torchtune, which 0.1.0 was the last release to read; import it with "
-                "that release, or write a recipe for its rows: finetune init ROWS"
-            ]
+            [f"{file}: is a configuration of torchtune, which 0.1.0 was the last release to read; {remedy}"]
         )
 
 
@@ -249,9 +218,5 @@ def refuse_configuration_of_a_tool(file: pathlib.Path, values: Mapping[str, Any]
         if "model_name_or_path" not in values:  # TrainingArguments without the arguments of their script
             first = "add model_name_or_path and dataset_name, then "
     command = shlex.join(["finetune", "import", str(file), "-o", str(file.with_name(f"{file.stem}_recipe.yaml"))])
-    raise RecipeError(
-        [
-            f"{file}: is a configuration of {name}, not a recipe; {first}convert it, with --gpus 4x24GB or the like "
-            f"where it was written for more than one GPU: {command}"
-        ]
-    )
+    remedy = "convert it, with --gpus 4x24GB or the like where it was written for more than one GPU"
+    raise RecipeError([f"{file}: is a configuration of {name}, not a recipe; {first}{remedy}: {command}"])

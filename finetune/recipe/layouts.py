@@ -42,12 +42,8 @@ LAYOUTS: dict[KnownFormat, LayoutColumns] = {
 FORMAT_OF_OBJECTIVE: dict[str, KnownFormat] = {
     layout.objective: name for name, layout in LAYOUTS.items() if layout.objective != "supervised"
 }
-COLUMNS = tuple(
-    dict.fromkeys(
-        [each for layout in LAYOUTS.values() for each in layout.columns]
-        + [each for layout in LAYOUTS.values() for each in layout.optional]
-    )
-)
+_NEEDED = [name for layout in LAYOUTS.values() for name in layout.columns]
+COLUMNS = tuple(dict.fromkeys([*_NEEDED, *(name for layout in LAYOUTS.values() for name in layout.optional)]))
 # Columns that a data set's `template` may make: each is one text.
 TEMPLATED = tuple("instruction input output prompt completion text system reasoning_content chosen rejected".split())
 LAYOUTS_IN_WORDS = "choose from " + ", or ".join(" and ".join(layout.columns) for layout in LAYOUTS.values())

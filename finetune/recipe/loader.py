@@ -21,17 +21,8 @@ from finetune.recipe.mixed_precision import KEYS
 from finetune.recipe.resolved import LoadedRecipe, leaves
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
-from finetune.recipe.strategy_fit import refuses_new_rows, unfit
-from finetune.recipe.yaml_text import (
-    MAX_BYTES,
-    Parsed,
-    Path,
-    Place,
-    dotted,
-    excerpt,
-    parse,
-    shown,
-)
+from finetune.recipe.strategy_fit import unfit
+from finetune.recipe.yaml_text import MAX_BYTES, Parsed, Path, Place, dotted, excerpt, parse, shown
 from finetune.redaction import cover_secrets, hide_secrets, known_secrets
 from finetune.wording import as_word
 
@@ -291,11 +282,6 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
         hint = "".join(f"did you mean {each}? " for each in near)
         text = f"is {shown(name)}; {hint}choose one of {', '.join(names)}, or a path"
         mistakes.append(Mistake("literal_error", ("accelerate_config",), text, write=(*near,)))
-    if recipe is not None and recipe.model.new_tokens:
-        with suppress(RecipeError):  # a wrong strategy file is reported when it is used
-            if reason := refuses_new_rows(recipe, read_strategy(recipe.accelerate_config, strict=False)):
-                key = "add_tokens" if recipe.model.add_tokens else "add_special_tokens"
-                mistakes.append(Mistake("cross_check", ("model", key), reason, at_key=True))
     # A value that YAML cannot read has one mistake: pydantic's message about it would mislead.
     unreadable = [flaw.unreadable for flaw in source.parsed.flaws if flaw.unreadable is not None]
     for mistake in mistakes:

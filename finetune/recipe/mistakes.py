@@ -270,7 +270,14 @@ def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
         example = EXAMPLES.get(dotted(path)) or EXAMPLES.get(str(path[-1]), "...")
         return Mistake(code, path, f"is missing; add {path[-1]}: {example}", at_key=True)
     if code == "literal_error":
-        return _wrong_choice(path, written, re.findall(r"'([^']*)'", context["expected"]))
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        listed = f"choose one of {', '.join(choices)}"
+        if written is None:
+            return Mistake(code, path, f"is empty; {listed}")
+        word = shown(written).lower()
+        close = [*other_word_for(word, choices), *difflib.get_close_matches(word, choices, 1, 0.5)][:1]
+        suggestion = f"did you mean {close[0]}? " if close else ""
+        return Mistake(code, path, f"is {shown(written)}; {suggestion}{listed}", write=(*close,))
     if code in BOUNDS:
         bound, word = BOUNDS[code]
         return Mistake(code, path, f"is {shown(written)}; it must be {word} {in_digits(context[bound])}")
@@ -320,13 +327,3 @@ def _hint(code: str, path: Path, written: Any) -> tuple[str, ...]:
     if isinstance(written, str) and (near := difflib.get_close_matches(word, either.words, 1, 0.7)):
         return f"did you mean {near[0]}?", near[0]
     return ("",)
-
-
-def _wrong_choice(path: Path, written: Any, choices: list[str]) -> Mistake:
-    listed = f"choose one of {', '.join(choices)}"
-    if written is None:
-        return Mistake("literal_error", path, f"is empty; {listed}")
-    word = shown(written).lower()
-    close = [*other_word_for(word, choices), *difflib.get_close_matches(word, choices, 1, 0.5)][:1]
-    suggestion = f"did you mean {close[0]}? " if close else ""
-    return Mistake("literal_error", path, f"is {shown(written)}; {suggestion}{listed}", write=(*close,))

@@ -26,29 +26,10 @@ from finetune.recipe.sections.results import Evaluation, Generate, Hub, RunLimit
 from finetune.recipe.sections.training import Scheduler, Training
 
 __all__ = [
-    "Budget",
-    "Data",
-    "DataSet",
-    "Dpo",
-    "Dtype",
-    "EvalFraction",
-    "Evaluation",
-    "Generate",
-    "Hub",
-    "KnownFormat",
-    "Kto",
-    "Lora",
-    "ModelSection",
-    "Quantization",
-    "Recipe",
-    "RowFormat",
-    "RunLimits",
-    "Samples",
-    "Scheduler",
-    "Section",
-    "Tracker",
-    "Training",
-]
+    "Budget", "Data", "DataSet", "Dpo", "Dtype", "EvalFraction", "Evaluation", "Generate", "Hub", "KnownFormat", "Kto",
+    "Lora", "ModelSection", "Quantization", "Recipe", "RowFormat", "RunLimits", "Samples", "Scheduler", "Section",
+    "Tracker", "Training",
+]  # fmt: skip
 
 Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 
@@ -206,12 +187,23 @@ class Recipe(Section):
 
 def _frozen_base_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     """Settings that need adapters, and adapters that a quantised base does not support."""
-    base, lora = recipe.quantization, recipe.lora
+    base, lora, precision = recipe.quantization, recipe.lora, recipe.training.mixed_precision
     if recipe.model.adapter is not None and lora is None:
         remedy = "add lora: {} with the adapter's settings, or merge the adapter and name the result in name_or_path"
         yield CrossCheck("model.adapter", "all weights are trained, no adapter (lora is null)", remedy)
     if recipe.model.load_in_fp8:
-        yield from _float8_mistakes(recipe)
+        key = "model.load_in_fp8"
+        if base is not None:
+            yield CrossCheck(key, "quantization packs the same weights", "set it to false, or quantization: null")
+        if lora is None:
+            remedy = "set it to false, or lora: {}"
+            yield CrossCheck(key, "all weights are trained, none is frozen (lora is null)", remedy)
+        elif lora.use_dora:
+            remedy = "set it to false, or lora.use_dora: false"
+            yield CrossCheck(key, "DoRA reads the base's weights in 16 bits", remedy)
+        if recipe.budget.gpus and precision != "bf16":
+            problem = f"a GPU's products in float8 give bfloat16, and training.mixed_precision is {precision}"
+            yield CrossCheck(key, problem, "set it to false, or training.mixed_precision: bf16")
     if base is None:
         return
     if lora is None:
@@ -222,23 +214,9 @@ def _frozen_base_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
         yield CrossCheck("lora.init_lora_weights", problem, "set it to true, or quantization: null")
     elif lora.use_dora and base.load_in_8bit:
         yield CrossCheck("lora.use_dora", "peft has no DoRA over 8-bit weights", "set quantization.load_in_4bit")
-    if base.load_in_4bit and recipe.training.mixed_precision == "fp16" and base.bnb_4bit_compute_dtype == "bfloat16":
+    if base.load_in_4bit and precision == "fp16" and base.bnb_4bit_compute_dtype == "bfloat16":
         key, problem = "quantization.bnb_4bit_compute_dtype", "is bfloat16 while the rest computes in fp16"
         yield CrossCheck(key, problem, "set it to float16")
-
-
-def _float8_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
-    """Settings beside which the frozen base has no products in float8."""
-    key, lora, precision = "model.load_in_fp8", recipe.lora, recipe.training.mixed_precision
-    if recipe.quantization is not None:
-        yield CrossCheck(key, "quantization packs the same weights", "set it to false, or quantization: null")
-    if lora is None:
-        yield CrossCheck(key, "all weights are trained, none is frozen (lora is null)", "set it to false, or lora: {}")
-    elif lora.use_dora:
-        yield CrossCheck(key, "DoRA reads the base's weights in 16 bits", "set it to false, or lora.use_dora: false")
-    if recipe.budget.gpus and precision != "bf16":
-        problem = f"a GPU's products in float8 give bfloat16, and training.mixed_precision is {precision}"
-        yield CrossCheck(key, problem, "set it to false, or training.mixed_precision: bf16")
 
 
 def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
@@ -306,24 +284,19 @@ def _preference_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
         problem = "all weights are trained, so there is no adapter to switch off"
         yield CrossCheck(f"{objective}.reference", problem, "set it to start, or name a model")
     if isinstance(section, Dpo):
-        yield from _pair_loss_mistakes(section)
+        if section.label_smoothing and section.loss_type != "robust":
+            problem = f"{section.loss_type} has no label smoothing"
+            yield CrossCheck("dpo.label_smoothing", problem, "set dpo.loss_type: robust, or remove it")
+        if section.loss_type == "robust" and not section.label_smoothing:
+            problem = "robust needs the share of wrong labels"
+            yield CrossCheck("dpo.label_smoothing", problem, "set it, 0.1 for example, or dpo.loss_type: sigmoid")
+        if section.simpo_gamma is not None and section.loss_type != "simpo":
+            yield CrossCheck("dpo.simpo_gamma", f"{section.loss_type} has no gamma", "remove it")
+        if not section.needs_reference and section.reference != "start":
+            yield CrossCheck("dpo.reference", f"{section.loss_type} compares with no reference", "remove it")
     elif recipe.training.global_batch_size < 2:
         problem = "is 1, and kto measures each answer of a step against another row's"
         yield CrossCheck("training.global_batch_size", problem, "set it to 2 or more, 16 for example")
-
-
-def _pair_loss_mistakes(section: Dpo) -> Iterator[CrossCheck]:
-    if section.label_smoothing and section.loss_type != "robust":
-        problem = f"{section.loss_type} has no label smoothing"
-        yield CrossCheck("dpo.label_smoothing", problem, "set dpo.loss_type: robust, or remove it")
-    if section.loss_type == "robust" and not section.label_smoothing:
-        problem = "robust needs the share of wrong labels"
-        yield CrossCheck("dpo.label_smoothing", problem, "set it, 0.1 for example, or dpo.loss_type: sigmoid")
-    if section.simpo_gamma is not None and section.loss_type != "simpo":
-        yield CrossCheck("dpo.simpo_gamma", f"{section.loss_type} has no gamma", "remove it")
-    if not section.needs_reference and section.reference != "start":
-        problem = f"{section.loss_type} compares with no reference"
-        yield CrossCheck("dpo.reference", problem, "remove it")
 
 
 def _hub_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:

@@ -63,10 +63,8 @@ def date_problem(text: str) -> tuple[str, str] | None:
     except _UnclearMoment as error:
         return error.problem, error.remedy
     if moment.timestamp() <= time.time():
-        return (
-            "has passed",
-            f"write a later date, or a duration; now it is {datetime.now(moment.tzinfo):%Y-%m-%dT%H:%M%z}",
-        )
+        now = datetime.now(moment.tzinfo)
+        return "has passed", f"write a later date, or a duration; now it is {now:%Y-%m-%dT%H:%M%z}"
     return None
 
 

@@ -17,7 +17,7 @@ from finetune.errors import RecipeError
 from finetune.output_stream import printable
 from finetune.paths import SHIPPED, read_regular
 from finetune.recipe.accelerate_file import meaning_of, type_of
-from finetune.recipe.sections.engine_keys import ENGINE_KEYS, Where, engine_settings
+from finetune.recipe.sections.engine_keys import ENGINE_KEYS, Where, engine_notes, engine_settings
 from finetune.recipe.sections.pipelines import Pipelines, pipelines_named
 from finetune.recipe.yaml_text import MAX_BYTES, parse, shorten, yaml_value
 from finetune.wording import first_lines
@@ -46,7 +46,7 @@ class Strategy:
     only_where: bool  # says where to run (two CPU ranks), not how, so it agrees with any strategy
     num_processes: int | None
     settings: dict[str, Any]  # the decisive settings, by Accelerate's names: recipe/accelerate_file.py
-    notes: tuple[str, ...] = ()  # settings in the file that the recipe overrules
+    notes: tuple[str, ...] = ()  # settings in the file that the recipe overrules, or that change nothing
     # FSDP2: unsharded gradients stay until a step's last micro-batch, which reduces them. A run or a plan decides it
     # (closed_form/recomputation.py), no file does.
     keeps_gradients: bool = False
@@ -257,6 +257,9 @@ def read_strategy(
             place = f"{path}{line_numbers.get(key, '')}: {printable(shorten(key, 100))}"
             messages.append(f"{named_by}: {place}: {problem}")
         raise RecipeError(first_lines(messages, 20), count=len(messages))
+    notes = [*meaning.notes]
+    if recipe is not None:
+        notes += engine_notes(meaning.settings.get("deepspeed_config") or {}, recipe.training.mixed_precision)
     return Strategy(
         name=path.stem,
         path=path,
@@ -265,7 +268,7 @@ def read_strategy(
         only_where=bool(meaning.settings.get("use_cpu")) and kind in ("single", "ddp"),
         num_processes=meaning.settings.get("num_processes"),
         settings=meaning.settings,
-        notes=tuple(meaning.notes),
+        notes=tuple(notes),
     )
 
 

@@ -1,6 +1,7 @@
-"""Finds settings that a strategy cannot train with, on any machine. Nothing here imports torch.
+"""The half of `refuse` that a recipe decides on any machine: settings and ranks that its strategy cannot train.
 
-For such a setting `check` refuses the recipe, training refuses the run, and `import` writes a value that can run.
+For such a setting `check`, `launch` and `plan` refuse the recipe, training refuses the run, and `import` writes a value
+that can run. strategies/machine.py has the other half. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.paths import from_here
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS, for_shards
 from finetune.recipe.sections.pipelines import can_interleave
+from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
+from finetune.redaction import known_secrets, secret_key
 from finetune.wording import counted
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
-    from finetune.recipe.strategy import Strategy
 
+NO_FLOAT8 = "model.load_in_fp8: float8 begins with compute capability 8.9 (Ada, Hopper), {card}; set it to false"
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision -> the weights' format under DeepSpeed
 
 
@@ -32,6 +36,25 @@ class Unfit:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.problem}; {self.remedy}"
+
+
+def refuse_recipe(recipe: Recipe) -> Strategy:
+    """The recipe's strategy, which can train its settings.
+
+    Raises RecipeError with each mistake in the strategy's file, and EnvironmentMismatch for the first unfit setting.
+    """
+    strategy = strategy_of(recipe)
+    for misfit in unfit(recipe, strategy):
+        raise EnvironmentMismatch(str(misfit))
+    return strategy
+
+
+def refuse_secrets(recipe: Recipe) -> None:
+    """Raise RecipeError for a token: a job or the run folder would keep it, and a push would publish it."""
+    # Secret environment variables count only before an upload: they may hold a plain word that the recipe needs.
+    known = known_secrets() if recipe.hub.push or recipe.storage else ()
+    if secret := secret_key(recipe.model_dump(mode="json"), known):
+        raise RecipeError([f"{secret[0]}: holds {secret[1]}; remove it, and revoke it if it was ever shown"])
 
 
 def unfit(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
@@ -75,6 +98,13 @@ def _under_engine(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     if training.pure_bf16 and strategy.offloaded:
         problem, remedy = f"{name} keeps float32 state in host memory", "set training.pure_bf16=false"
         yield Unfit("training.pure_bf16", problem, remedy, {"training.pure_bf16": False})
+    if recipe.model.new_tokens and recipe.lora is not None and strategy.shards_parameters:
+        # peft 0.21 takes the rows out of sharded embeddings with a collective that only CUDA has
+        # (TrainableTokensLayer). No test of ours has seen it run.
+        key = "model.add_tokens" if recipe.model.add_tokens else "model.add_special_tokens"
+        problem = f"peft does not train new rows under {strategy.name}, which shards embeddings"
+        remedy = "set accelerate_config: fsdp2, or train all weights (lora: null)"
+        yield Unfit(key, problem, remedy, {"accelerate_config": "fsdp2"})
     section = recipe.preferences
     if section is not None and section.needs_reference and section.reference not in ("start", "adapter_off"):
         key = f"{training.objective}.reference"
@@ -149,17 +179,17 @@ def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
         yield Unfit("model.add_tokens", problem, remedy, {"accelerate_config": "fsdp2"})
 
 
-def refuses_new_rows(recipe: Recipe, strategy: Strategy) -> str | None:
-    """The reason, with a remedy, why this strategy cannot train the new tokens' rows beside adapters; None if it can.
+def pages_problem(recipe: Recipe) -> str:
+    """The reason, with a remedy, why a CPU cannot hold the optimizer's state in pages; empty if it has none.
 
-    peft 0.21 takes the rows out of sharded embeddings with a collective that only CUDA has (TrainableTokensLayer). No
-    test of ours has seen it run.
+    Pages are CUDA's managed memory: on a CPU bitsandbytes would take its plain classes, with one warning.
     """
-    if not recipe.model.new_tokens or recipe.lora is None or not (strategy.uses_engine and strategy.shards_parameters):
-        return None
+    name = recipe.training.optim
+    if not OPTIMIZERS[name].paged:
+        return ""
     return (
-        f"peft does not train new rows under {strategy.name}, which shards embeddings; set accelerate_config: fsdp2, "
-        "or train all weights (lora: null)"
+        f"training.optim: {name} pages its state between GPU and host, a CPU has no such pages; "
+        f"set training.optim={OPTIMIZERS[name].unpaged}"
     )
 
 
@@ -176,8 +206,6 @@ def ranks_problem(recipe: Recipe, strategy: Strategy, ranks: int, per_node: int,
         more = "take more GPUs"
         if not machines:
             processes = max(2, recipe.budget.gpus * recipe.budget.nodes)
-            from finetune.recipe.strategy import CONFIG_FOLDER
-
             more = (
                 f"start it by `finetune train`, or by `accelerate launch --multi_gpu --num_processes {processes}`, on "
                 f"a CPU with `--config_file {from_here(CONFIG_FOLDER / 'cpu_2proc.yaml')}`"
@@ -198,36 +226,29 @@ def ranks_problem(recipe: Recipe, strategy: Strategy, ranks: int, per_node: int,
             f"{counted(copies, 'copy', 'copies')} are {ranks // copies} each; launch {shards * copies}, or remove the "
             "line"
         )
-    return stages_problem(recipe, strategy, ranks)
-
-
-def stages_problem(recipe: Recipe, strategy: Strategy, ranks: int) -> str | None:
-    """The reason, with a remedy, why these ranks cannot train as pipelines; None if they can.
-
-    The ranks may not divide into pipelines of at least two stages, or the schedule may not fit a step's micro-batches.
-    """
     pipelines = strategy.pipelines
     if pipelines is None:
         return None
+    # The ranks may not divide into pipelines of two stages or more, or the schedule may not fit the micro-batches.
     if (misfit := pipelines.misfit(ranks)) is not None:
-        return f"accelerate_config: {strategy.name} {misfit}"
+        return f"{place} {misfit}"
     stages, training = strategy.stage_count(ranks), recipe.training
     # 10 rows a step in micro-batches of 2, through 2 pipelines of 4 stages: 3 micro-batches in each pipeline, which is
     # too few. 4 of them, 16 rows a step, keep every stage busy.
     rows = training.rows_at_once * pipelines.copies
     micro_batches = -(-training.global_batch_size // rows)
     fitting = stages * -(-micro_batches // stages) * rows
-    each = " in each pipeline" if pipelines.copies > 1 else ""
+    step = "a step in each pipeline" if pipelines.copies > 1 else "a step"
     if pipelines.schedule in ("1f1b", "interleaved_1f1b") and micro_batches < stages:
         return (
-            f"training.global_batch_size: {counted(micro_batches, 'micro-batch', 'micro-batches')} a step{each} are "
+            f"training.global_batch_size: {counted(micro_batches, 'micro-batch', 'micro-batches')} {step} are "
             f"fewer than the {stages} stages that {pipelines.schedule} fills; set training.global_batch_size={fitting},"
             " lower training.per_device_batch_size, or take accelerate_config=gpipe"
         )
     if pipelines.runs > 1 and not can_interleave(stages, micro_batches):
         return (
             f"training.global_batch_size: {pipelines.schedule} needs rounds of equal size, each with {stages} "
-            f"micro-batches or more; {micro_batches} a step{each} make none; set training.global_batch_size={fitting}, "
+            f"micro-batches or more; {micro_batches} {step} make none; set training.global_batch_size={fitting}, "
             "or take accelerate_config=1f1b"
         )
     return None

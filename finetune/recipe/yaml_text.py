@@ -193,16 +193,12 @@ def _value(node: yaml.Node, path: Path, parsed: Parsed) -> Any:
     if parsed.nodes > MAX_NODES or len(path) > MAX_YAML_DEPTH:  # only an alias inside itself is deeper than its text
         parsed.too_far = parsed.too_far or parsed.values[path]
         return None
-    if isinstance(node, yaml.MappingNode):
-        return _mapping(node, path, parsed)
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node, path, parsed)
     if isinstance(node, yaml.SequenceNode):
         _refuse_tag(node, "seq", path, parsed)
         return [_value(child, (*path, index), parsed) for index, child in enumerate(node.value)]
-    assert isinstance(node, yaml.ScalarNode)
-    return _scalar(node, path, parsed)
-
-
-def _mapping(node: yaml.MappingNode, path: Path, parsed: Parsed) -> dict[str, Any]:
+    assert isinstance(node, yaml.MappingNode)
     _refuse_tag(node, "map", path, parsed)
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:

@@ -70,12 +70,15 @@ def layers_of(strategy: Strategy, ranks: int) -> int:
 
 def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int, folder: Path) -> list[RecipeChange]:
     """Everything that the rehearsal sets. It writes its files, except the model, into `folder`."""
+    pushes = recipe.hub.push or recipe.hub.checkpoints is not None
     candidates = [
         *_device(recipe, strategy, processes, folder),
         *_model(recipe, model),
         *_data(recipe, folder),
         *_training(recipe, processes),
-        *_hub_and_trackers(recipe),
+        RecipeChange({"hub.push": False, "hub.checkpoints": None}, "hub: nothing is pushed" if pushes else ""),
+        RecipeChange({"run.storage": None}, "run.storage: nothing is sent" if recipe.run.storage else ""),
+        RecipeChange({"report_to": []}, "report_to: nothing is tracked" if recipe.report_to else ""),
         *_schedule(recipe.training),
         RecipeChange({"logging_steps": 1, "eval_steps": SAVED_AFTER, "measure_phases": False}),
         RecipeChange({"save_steps": SAVED_AFTER, "save_total_limit": max(2, recipe.save_total_limit)}),
@@ -92,13 +95,6 @@ def formats_of_gpus(page: LoadedRecipe) -> list[RecipeChange]:
     settings = {key: values[key] for key in page.auto_formats}
     chosen = ", ".join(f"{key}: {value}" for key, value in settings.items())
     return [RecipeChange(settings, f"{chosen}, which auto is on GPUs, whatever this CPU computes fastest")]
-
-
-def _hub_and_trackers(recipe: Recipe) -> Iterator[RecipeChange]:
-    pushes = recipe.hub.push or recipe.hub.checkpoints is not None
-    yield RecipeChange({"hub.push": False, "hub.checkpoints": None}, "hub: nothing is pushed" if pushes else "")
-    yield RecipeChange({"run.storage": None}, "run.storage: nothing is sent" if recipe.run.storage else "")
-    yield RecipeChange({"report_to": []}, "report_to: nothing is tracked" if recipe.report_to else "")
 
 
 def overrides(recipe_changes: list[RecipeChange]) -> list[str]:

@@ -38,15 +38,7 @@ from finetune.output_stream import silenced
 from finetune.probe.own_template import template_note
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import strategy_of
-from finetune.rehearse.changes import (
-    SAVED_AFTER,
-    STEPS,
-    changes,
-    formats_of_gpus,
-    layers_of,
-    overrides,
-    processes_of,
-)
+from finetune.rehearse.changes import SAVED_AFTER, STEPS, changes, formats_of_gpus, layers_of, overrides, processes_of
 from finetune.rehearse.load_back import load_back
 from finetune.rehearse.shrink import shrink_model
 from finetune.wording import counted
@@ -156,7 +148,8 @@ def train_and_kill(job: TrainingJob, checklist: Checklist) -> tuple[dict[str, An
             with checklist.line("killed unsaved") as step:
                 killed = kill_all(process, processes)
                 # On a busy machine the kill may come so late that only the run's pages were still to be written.
-                if killed and not is_finished(job.run_dir):
+                state = (job.run_dir / "run_state.json").read_text("utf-8")
+                if killed and json.loads(state)["state"] != "finished":
                     if not saved.is_dir():
                         raise StepFailed(f"no checkpoint of step {SAVED_AFTER} is there")
                     # The last steps are to be done again, so remove what was written of them meanwhile.
@@ -170,11 +163,6 @@ def train_and_kill(job: TrainingJob, checklist: Checklist) -> tuple[dict[str, An
                 step["seen"] = "the run was over before; once more"
         remove_folder(job.run_dir)
     raise AssertionError("the last attempt returns or raises")
-
-
-def is_finished(run_dir: Path) -> bool:
-    """Whether the run had reached its end, its export written."""
-    return bool(json.loads((run_dir / "run_state.json").read_text("utf-8"))["state"] == "finished")
 
 
 def sharding(receipt: dict[str, Any]) -> str:

@@ -28,10 +28,7 @@ VOCABULARY = 1024
 SAMPLED_ROWS = 300  # rows that the tokenizer learns from
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-END_TOKENS = {
-    "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
-    "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
-}
+END_TOKENS = {"eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"), "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>")}
 CHAT_TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
     "{%- for message in messages %}"
@@ -66,12 +63,7 @@ class Shrunk:
 
 
 def shrink_model(
-    name_or_path: str,
-    revision: str,
-    data: Data,
-    folder: Path,
-    new_tokens: Iterable[str] = (),
-    layers: int = LAYERS,
+    name_or_path: str, revision: str, data: Data, folder: Path, new_tokens: Iterable[str] = (), layers: int = LAYERS
 ) -> Shrunk:
     """Write a small model with random float32 weights and its tokenizer, which knows no new token, into `folder`.
 
@@ -84,7 +76,9 @@ def shrink_model(
     from finetune.probe.small_model import CannotShrink, shrunken_model  # with torch
 
     config, source = decoder_config(name_or_path, revision)
-    texts = (remove_tokens(new_tokens, text) for text in sample_texts(data))
+    texts = sample_texts(data)
+    for token in new_tokens:  # if the tokenizer learned them here, they would not be new
+        texts = [text.replace(token, " ") for text in texts]
     marks = _MARK.findall(read_source(data.chat_template)) if data.chat_template else []
     marks = [mark for mark in marks if mark not in new_tokens]
     tokenizer = train_tokenizer(texts, template_variables(data), marks)
@@ -123,13 +117,6 @@ def sample_texts(data: Data) -> list[str]:
     rows = (row for source in local for row in islice(source.rows(), SAMPLED_ROWS // max(1, len(local))))
     texts = [" ".join(strings(row.values)) for row in rows]  # a bad row has no text; training reports it
     return [*texts, *BUILT_IN]
-
-
-def remove_tokens(tokens: Iterable[str], text: str) -> str:
-    """The text without these tokens. If the tokenizer learned them here, they would not be new."""
-    for token in tokens:
-        text = text.replace(token, " ")
-    return text
 
 
 def template_variables(data: Data) -> list[str]:

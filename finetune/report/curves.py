@@ -35,10 +35,7 @@ PREFERENCE_CURVES = (
 )
 # Title, and the key of each kind of answer. KTO has no figures by token.
 REWARDS = ("Rewards", {"chosen": "reward_chosen", "rejected": "reward_rejected"})
-LOGP_BY_TOKEN = (
-    "Log-probability by token",
-    {"chosen": "logp_chosen_by_token", "rejected": "logp_rejected_by_token"},
-)
+LOGP_BY_TOKEN = ("Log-probability by token", {"chosen": "logp_chosen_by_token", "rejected": "logp_rejected_by_token"})
 LOGPS = ("Log-probability of an answer", {"chosen": "logps_chosen", "rejected": "logps_rejected"})
 ANSWER_COLOURS = (2, 3)  # green and red of pictures.COLOURS
 FEWEST_SMOOTHED = 20  # training lines; a shorter curve is not smoothed
@@ -73,19 +70,17 @@ def read_runs(
         else:
             require_run_folder(folder)
             run_folders.append(folder)
-    names = _distinct_names(run_folders)
-    return [_read_checked(folder, name, plan_of) for folder, name in zip(run_folders, names, strict=True)]
-
-
-def _read_checked(folder: Path, name: str, plan_of: Callable[[Path], Mapping[str, Any] | None]) -> ReportedRun:
-    facts = read_run(folder, recipe_from_resolved(folder / "recipe.yaml"))
-    run = ReportedRun(name, folder, facts, plan_of(folder) or {})
-    # Compute every figure once, so that a damaged file is one line here and no traceback while the page is drawn.
-    with library_errors(f"{folder}: its files are not those of a run"):
-        for figures_of in (summary, phase_peaks, planned_peaks):
-            figures_of(run)
-        run.facts.missing()
-    return run
+    runs = []
+    for folder, name in zip(run_folders, _distinct_names(run_folders), strict=True):
+        facts = read_run(folder, recipe_from_resolved(folder / "recipe.yaml"))
+        run = ReportedRun(name, folder, facts, plan_of(folder) or {})
+        # Compute every figure once, so that a damaged file is one line here and no traceback while the page is drawn.
+        with library_errors(f"{folder}: its files are not those of a run"):
+            for figures_of in (summary, phase_peaks, planned_peaks):
+                figures_of(run)
+            run.facts.missing()
+        runs.append(run)
+    return runs
 
 
 def _distinct_names(folders: Sequence[Path]) -> list[str]:
@@ -188,8 +183,10 @@ def score_chart(runs: Sequence[ReportedRun]) -> Chart:
         keys = dict.fromkeys(key for line in lines for key in line if key.startswith("score_"))
         for place, key in enumerate(keys):
             metric = key.removeprefix("score_")
-            name = metric if len(runs) == 1 else f"{run.name}, {metric}"
-            series.append(Series(name, _points(lines, key), True, place if len(runs) == 1 else index))
+            name, colour = f"{run.name}, {metric}", index
+            if len(runs) == 1:
+                name, colour = metric, place
+            series.append(Series(name, _points(lines, key), True, colour))
     return Chart("Score of answers to held-out rows", series)
 
 
@@ -197,13 +194,11 @@ def reliability_chart(run: ReportedRun) -> Chart:
     """How often given answers are right, by the probability that the model gave them; a calibrated model's dots lie on
     the grey line."""
     figures = run.facts.evaluated.get("options", {})
-    series = [
-        Series(
-            name, [(100 * point["probability"], 100 * point["right"]["mean"]) for point in figures[name]["curve"]], True
-        )
-        for name in ("base", "tuned")
-        if figures
-    ]
+    series = []
+    for name in ("base", "tuned") if figures else ():
+        curve_of = figures[name]["curve"]
+        points = [(100 * point["probability"], 100 * point["right"]["mean"]) for point in curve_of]
+        series.append(Series(name, points, dots=True))
     if series:
         series.append(Series("calibrated", [(0.0, 0.0), (100.0, 100.0)], colour=2, faint=True))
     return Chart("Right answers, %, by the probability of the answer, %", series)
@@ -286,8 +281,7 @@ def phase_peaks(run: ReportedRun) -> dict[str, float]:
             peaks[line["phase"]] = max(peaks.get(line["phase"], 0.0), float(line["peak_gib"]))
     if any(phase in peaks for phase in PHASES):
         return {phase: peaks[phase] for phase in PHASES if phase in peaks}
-    worst_step = (run.facts.receipt.get("memory") or {}).get("measured") or {}
-    return _peaks_in_gib(worst_step)
+    return _peaks_in_gib((run.facts.receipt.get("memory") or {}).get("measured") or {})
 
 
 def planned_peaks(run: ReportedRun) -> dict[str, float]:

@@ -69,6 +69,12 @@ def report(runs: Sequence[ReportedRun]) -> str:
     for series in memory.series:
         gib = {index: f"{value:.3f}" for index, value in series.points}
         memory_rows.append([series.name, *(gib.get(index, "") for index in range(len(memory.groups)))])
+    objectives: list[str] = []  # another beta or loss_type scales the losses
+    sections = [run.facts.recipe.preferences for run in runs]
+    if any(section != sections[0] for section in sections):
+        words = ["supervised" if section is None else objective_in_words(section) for section in sections]
+        named = "; ".join(f"{run.name}: {objective}" for run, objective in zip(runs, words, strict=True))
+        objectives.append(f"The objectives differ, so the losses do not compare. {named}.")
     values: dict[str, Any] = {
         "title": f"{len(runs)} runs",
         "lead": ", ".join(run.name for run in runs),
@@ -79,7 +85,7 @@ def report(runs: Sequence[ReportedRun]) -> str:
         "error": None,
         "missing": [
             *(f"{run.name}: {missing}" for run in runs if (missing := run.facts.missing())),
-            *_objectives_that_differ(runs),
+            *objectives,
             *(f"{run.name}: {warning}" for run in runs for warning in _warnings(run)),
         ],
         "process": "",
@@ -104,16 +110,6 @@ def report(runs: Sequence[ReportedRun]) -> str:
             values["first_chart"] = loss
             values["curves"] = values["curves"][1:]
     return render_page("report.html.jinja", **values)
-
-
-def _objectives_that_differ(runs: Sequence[ReportedRun]) -> Iterator[str]:
-    """A line that the losses of these runs are not to be compared: another beta or loss_type scales them."""
-    sections = [run.facts.recipe.preferences for run in runs]
-    if all(section == sections[0] for section in sections):
-        return
-    words = ["supervised" if section is None else objective_in_words(section) for section in sections]
-    told = "; ".join(f"{run.name}: {objective}" for run, objective in zip(runs, words, strict=True))
-    yield f"The objectives differ, so the losses do not compare. {told}."
 
 
 def _first_prompts(run: ReportedRun) -> list[Any]:
@@ -154,7 +150,7 @@ def _values_of_single(run: ReportedRun) -> dict[str, Any]:
         "title": f"Run {run.name}",
         "lead": lead,
         "error": facts.state.get("error"),
-        "missing": [*([missing] if missing else []), *_warnings(run)],
+        "missing": [*filter(None, [missing]), *_warnings(run)],
         "process": process,
         "answers": [("", prompts)] if prompts else [],
         "receipt": dict(sorted(groups.items(), key=lambda pair: pair[0] != "the run")),
@@ -224,9 +220,7 @@ def _told(run: ReportedRun) -> list[str]:
     for name, base, tuned, change in score_rows(run.facts):
         told.append(f"Score, {name}: {base} before, {tuned} after, difference {change}.")
     if trained and not run.facts.evaluated.get("general"):
-        told.append(
-            "Not measured: forgetting. finetune eval RUN --general asks both models general questions.",
-        )
+        told.append("Not measured: forgetting. finetune eval RUN --general asks both models general questions.")
     return told
 
 
@@ -273,26 +267,26 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def write_page(run_dir: Path, log: Callable[[str], None]) -> None:
+def write_page(run_dir: Path, say: Callable[[str], None]) -> None:
     """Write report.html for a run that is still training. A thousand steps take 0.3 to 0.5 s, mostly to draw."""
-    with _failure_logged(log):
+    with _failure_logged(say):
         write_report(read_runs([run_dir]), run_dir / PAGE_NAME)
 
 
-def write_pages(run_dir: Path, log: Callable[[str], None]) -> None:
+def write_pages(run_dir: Path, say: Callable[[str], None]) -> None:
     """Write report.html and its pictures for a run that has ended."""
-    with _failure_logged(log):
+    with _failure_logged(say):
         runs = read_runs([run_dir])
         if missing := runs[0].facts.missing():
-            log(f"{run_dir}: {missing}; the report shows where")
+            say(f"{run_dir}: {missing}; the report shows where")
         write_report(runs, run_dir / PAGE_NAME)
         write_pictures(runs, run_dir)
-        log(f"report: {run_dir / PAGE_NAME}")
+        say(f"report: {run_dir / PAGE_NAME}")
 
 
 @contextmanager
-def _failure_logged(log: Callable[[str], None]) -> Iterator[None]:
+def _failure_logged(say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a page that cannot be drawn must not end hours of training
-        log(f"the report was not written: {type(error).__name__}: {error}")
+        say(f"the report was not written: {type(error).__name__}: {error}")

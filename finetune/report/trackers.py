@@ -6,7 +6,6 @@ unless the user's own settings send it there: wandb without a key stays offline,
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import netrc
@@ -20,7 +19,6 @@ from typing import Any
 
 from accelerate.tracking import MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
-from finetune.errors import EnvironmentMismatch
 from finetune.files import write_json
 from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Recipe, Tracker
@@ -43,15 +41,6 @@ class _TrackedRun:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
-
-
-def check_trackers(recipe: Recipe) -> None:
-    """Refuse a tracker that is not installed. Raises EnvironmentMismatch."""
-    for name in recipe.report_to:
-        if importlib.util.find_spec(name) is None:
-            raise EnvironmentMismatch(
-                f"report_to: {name} is not installed; pip install {name}, or remove it from report_to"
-            )
 
 
 class Trackers:
@@ -182,7 +171,9 @@ class _Wandb:
     def __init__(self, run: _TrackedRun) -> None:
         import wandb
 
-        offline = {} if os.environ.get("WANDB_MODE") or _has_wandb_key() else {"mode": "offline"}
+        offline = {}
+        if not (os.environ.get("WANDB_MODE") or _has_wandb_key()):
+            offline = {"mode": "offline"}
         self.accelerate: Any = WandBTracker(
             os.environ.get("WANDB_PROJECT", PROJECT),
             name=run.name,

@@ -36,23 +36,21 @@ BREAK_OFF_SECONDS = 5.0  # a second Ctrl-C waits so long for the files being wri
 
 @contextmanager
 def saves_in_background(
-    recipe: Recipe,
-    log: Callable[[str], None],
-    apart: Mapping[int, int] = MappingProxyType({}),
+    recipe: Recipe, say: Callable[[str], None], receivers: Mapping[int, int] = MappingProxyType({})
 ) -> Iterator[Saves]:
     """A run's saves. At the end of the block the last one is complete, or its failure is raised.
 
-    Every rank enters it at the same time. `apart` is as in `Ranks`. If the block fails, the present checkpoint is still
-    finished, because it may be the newest good one. With measure_phases every save is in the foreground: then no save
-    runs during another phase.
+    Every rank enters it at the same time. `receivers` is `Ranks.apart`. If the block fails, the present checkpoint is
+    still finished, because it may be the newest good one. With measure_phases every save is in the foreground: then
+    no save runs during another phase.
     """
     group = None
     if dist.is_initialized():  # the thread's collectives must not mix with the training's
         group = dist.new_group(backend="gloo", timeout=collective_timeout(recipe))
-    behind = all_ranks(group, apart)
+    behind = all_ranks(group, receivers)
     # NCCL sends no host memory. Both threads may use one group: the training's waits for the write before it.
-    ranks = behind if apart else all_ranks()
-    saves = Saves(ranks, behind, log, background=not recipe.measure_phases)
+    ranks = behind if receivers else all_ranks()
+    saves = Saves(ranks, behind, say, background=not recipe.measure_phases)
     try:
         yield saves
         saves.finish()
@@ -70,7 +68,7 @@ class Saves:
     Args:
         ranks: For collectives on the training's thread.
         behind: The same ranks, for collectives on the writer's thread.
-        log: Called once if the host has no room.
+        say: Called once if the host has no room.
         background: False: every save is in the foreground.
         room: Returns the bytes that this machine has left, and the bytes that its training may still take.
     """
@@ -79,12 +77,12 @@ class Saves:
         self,
         ranks: Ranks,
         behind: Ranks,
-        log: Callable[[str], None],
+        say: Callable[[str], None],
         *,
         background: bool = True,
         room: Callable[[], tuple[int, int]] = lambda: (available_bytes(), bytes_below_peak()),
     ) -> None:
-        self.ranks, self._log, self._background, self._room = ranks, log, background, room
+        self.ranks, self._say, self._background, self._room = ranks, say, background, room
         self._broken_off = threading.Event()
         # Each phase of a write ends in a collective, so a write stops between two phases.
         self._behind = replace(behind, broken_off=self._broken_off)
@@ -171,14 +169,14 @@ class Saves:
         if not self._background:
             return False
         left, growth = self._room()
-        found = machine_without_room(self.ranks, nbytes + growth, left)
-        if found is None:
+        shortage = machine_without_room(self.ranks, nbytes + growth, left)
+        if shortage is None:
             return True
-        self._log(
-            f"checkpoints: a copy in host memory beside the training's peak needs {found[0] / GIB:.1f} GiB of a "
-            f"machine, {found[1] / GIB:.1f} are left: training waits while a checkpoint is written"
+        self._say(
+            f"checkpoints: a copy in host memory beside the training's peak needs {shortage[0] / GIB:.1f} GiB of a "
+            f"machine, {shortage[1] / GIB:.1f} are left: training waits while a checkpoint is written"
         )
-        self._log = lambda _: None  # once is enough
+        self._say = lambda _: None  # once is enough
         return False
 
 

@@ -29,12 +29,13 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from finetune.base.location import folder_of, resolve_model_path
 from finetune.files import TEMPORARY_PREFIX, write_json, write_text
-from finetune.generation.generate import without_penalties
+from finetune.generation.settings import without_penalties
 from finetune.model.dtypes import dtype_name
 from finetune.model.stored_structure import passed_over, stored_structure
 from finetune.model.text_part import names_in_whole
 from finetune.output_stream import silenced
 from finetune.recipe.schema import ModelSection
+from finetune.run_folder.facts import GENERATION
 from finetune.untrusted.config_sizes import read_config
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.model_folder import INDEX
@@ -42,21 +43,12 @@ from finetune.untrusted.programs import MOST_TOKENIZER
 from finetune.untrusted.safetensors_header import BITS, read_header
 from finetune.wording import counted
 
-GENERATION_SETTINGS, TOKENIZER_FILE, TOKENIZER_SETTINGS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")  # for images
 # Some readers and converters take the vocabulary from others than tokenizer.json.
 VOCABULARY_FILES = (
-    "tokenizer.json",
-    "*.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    *("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json"),
 )
 # Arguments of a load, which transformers 5 saves among a tokenizer's settings.
 LOADER_ARGUMENTS = ("is_local", "local_files_only", "name_or_path", "trust_remote_code", "token", "revision")
@@ -124,11 +116,11 @@ def write_model_settings(folder: Path, model: PreTrainedModel, section: ModelSec
         own |= {key: saved[key] for key in ("architectures", "model_type", "tie_word_embeddings") if key in saved}
     if not getattr(config, "quantization_config", None):  # stored in fewer bits, and trained in 16
         own.pop("quantization_config", None)
-    found = stored_structure(section)
+    structure = stored_structure(section)
     own = own_config(
         own,
         dtype=dtype,
-        unties=found is not None and found.is_at_odds,
+        unties=structure is not None and structure.is_at_odds,
         vocabulary=config.get_text_config().vocab_size if section.new_tokens else None,
         rope_scaling=section.rope_scaling,
     )
@@ -136,9 +128,9 @@ def write_model_settings(folder: Path, model: PreTrainedModel, section: ModelSec
     if is_part and _structure(AutoConfig.from_pretrained(folder).to_dict()) != _structure(config.to_dict()):
         # The base has no section that is this part alone.
         write_settings(file, saved | {"dtype": dtype_name(dtype)})
-    generation = folder / GENERATION_SETTINGS
-    if (base / GENERATION_SETTINGS).is_file():
-        own = read_object(base / GENERATION_SETTINGS)
+    generation = folder / GENERATION
+    if (base / GENERATION).is_file():
+        own = read_object(base / GENERATION)
         if generation.is_file() and (ends := json.loads(generation.read_text("utf-8")).get("eos_token_id")) is not None:
             own["eos_token_id"] = ends  # the training may have added its stop tokens
         write_settings(generation, without_penalties(own))
@@ -215,8 +207,8 @@ def _is_read_back(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
     except Exception:  # a class that this release does not know
         return False
     one, other = (
-        (each.backend_tokenizer.to_str(), each.special_tokens_map, each.chat_template)
-        for each in (again, cast("Any", tokenizer))
+        (candidate.backend_tokenizer.to_str(), candidate.special_tokens_map, candidate.chat_template)
+        for candidate in (again, cast("Any", tokenizer))
     )
     return bool(one == other)
 
@@ -251,8 +243,8 @@ def copy_code(folder: Path, section: ModelSection) -> None:
                 return f"{section.name_or_path}--{name}"
             return name
 
-        if (found := placed(names)) != names:
-            write_settings(file, settings | {"auto_map": found})
+        if (structure := placed(names)) != names:
+            write_settings(file, settings | {"auto_map": structure})
 
 
 def untrained_tensors(section: ModelSection, model: PreTrainedModel | None = None) -> dict[str, tuple[str, str]]:
@@ -264,16 +256,16 @@ def untrained_tensors(section: ModelSection, model: PreTrainedModel | None = Non
         model: The exported model. A multimodal base's text part has names of its own, and takes only tensors that its
             class passes over too. None: the base itself.
     """
-    found = stored_structure(section)
-    if found is None or found.quantised:  # the export has no scales
+    structure = stored_structure(section)
+    if structure is None or structure.quantised:  # the export has no scales
         return {}
-    names = {name: (file, name) for name, file in found.unread.items()}
+    names = {name: (file, name) for name, file in structure.unread.items()}
     whole = None if model is None or not names else names_in_whole(model)
     if model is None or whole is None:
         return names
-    for own, there in whole.places.items():
+    for own, prefix in whole.places.items():
         names = {
-            own + name.removeprefix(there) if name.startswith(f"{there}.") else name: place
+            own + name.removeprefix(prefix) if name.startswith(f"{prefix}.") else name: place
             for name, place in names.items()
         }
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
@@ -286,17 +278,17 @@ def buffers_of_base(section: ModelSection, model: PreTrainedModel) -> dict[str, 
 
     Training leaves them as they are, and the trained weights lack them.
     """
-    found = stored_structure(section)
-    places = {} if found is None else found.buffers
+    structure = stored_structure(section)
+    places = {} if structure is None else structure.buffers
     whole = names_in_whole(model) if places else None
     tensors: dict[str, torch.Tensor] = {}
     for name, (file, stored) in places.items():
         own = name
         if whole is not None:  # the other parts are not exported
-            inside = [there for there in whole.places.values() if name.startswith(f"{there}.")]
+            inside = [prefix for prefix in whole.places.values() if name.startswith(f"{prefix}.")]
             if not inside:
                 continue
-            own = next(part for part, there in whole.places.items() if there == inside[0]) + name[len(inside[0]) :]
+            own = next(part for part, prefix in whole.places.items() if prefix == inside[0]) + name[len(inside[0]) :]
         with safe_open(file, framework="pt") as opened:
             tensors[own] = opened.get_tensor(stored)
     return tensors
@@ -324,8 +316,8 @@ def add_untrained(folder: Path, section: ModelSection, model: PreTrainedModel) -
 
 def untrained_in_words(section: ModelSection, model: PreTrainedModel | None = None) -> Iterator[str]:
     """One line each about the base's untrained tensors: those that an export has, and those that it lacks."""
-    found = stored_structure(section)
-    unread = found.unread if found is not None else {}
+    structure = stored_structure(section)
+    unread = structure.unread if structure is not None else {}
     copied = untrained_tensors(section, model)
     if copied:
         yield (

@@ -18,12 +18,7 @@ from finetune.wording import counted
 # Exports of other steps: their folder in the run's folder, their record, and the run's records copied beside it.
 EXPORTS, EXPORT_RECORD = "exports", "export.json"
 EXPORTED_RECORDS = (
-    "recipe.yaml",
-    "receipt.json",
-    "environment.json",
-    "conversation.json",
-    "metrics.jsonl",
-    "samples.jsonl",
+    *("recipe.yaml", "receipt.json", "environment.json", "conversation.json", "metrics.jsonl", "samples.jsonl"),
 )
 
 # The last `finetune eval`'s figures, and its answers.
@@ -155,19 +150,19 @@ class RunFacts:
 def score_rows(facts: RunFacts) -> list[tuple[str, str, str, str]]:
     """What `finetune eval` scored, for tables: metric, base, tuned, and the difference with its 95 % interval."""
     scores, general = facts.evaluated.get("scores", {}), facts.evaluated.get("general")
-    figures = {name: (each, scores["rows"]) for name, each in scores.get("metrics", {}).items()}
+    figures = {name: (figure, scores["rows"]) for name, figure in scores.get("metrics", {}).items()}
     if general:
         figures["general set"] = (general["all"], general["rows"])
     if options := facts.evaluated.get("options"):
         figures["given answers by probability"] = (options["accuracy"], options["rows"])
     rows = []
-    for name, (each, count) in figures.items():
-        change = each["difference"]
+    for name, (figure, count) in figures.items():
+        change = figure["difference"]
         mean, low, high = (100 * change[end] for end in ("mean", "low", "high"))
         interval = f"{mean:+.1f} points ({low:+.1f} to {high:+.1f})"
-        not_read = [f"{found['count']:,} {model}" for model, found in each.get("unread", {}).items() if found["count"]]
+        not_read = [f"{part['count']:,} {model}" for model, part in figure.get("unread", {}).items() if part["count"]]
         label = f"{name}, {counted(count, 'answer')}" + f" (unread: {', '.join(not_read)})" * bool(not_read)
-        rows.append((label, f"{each['base']['mean']:.1%}", f"{each['tuned']['mean']:.1%}", interval))
+        rows.append((label, f"{figure['base']['mean']:.1%}", f"{figure['tuned']['mean']:.1%}", interval))
     return rows
 
 
@@ -242,11 +237,8 @@ def is_as_written(line: Mapping[str, Any]) -> bool:
         return False
     for key, value in line.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if (
-            (key in _NUMBERS or key.endswith("_loss") or key.startswith(_NUMBERS_BEGIN))
-            and value is not None
-            and not is_number
-        ):
+        needs_number = key in _NUMBERS or key.endswith("_loss") or key.startswith(_NUMBERS_BEGIN)
+        if needs_number and value is not None and not is_number:
             return False
     seconds, step = line.get("step_seconds"), line.get("step", 0)
     if seconds is not None and not seconds > 0:  # a divisor; `not >` refuses NaN too
@@ -308,7 +300,7 @@ def _evaluated(record: dict[str, Any], answers: list[dict[str, Any]]) -> tuple[d
             return False
         not_read = figures.get("unread", {})
         return isinstance(not_read, dict) and all(
-            isinstance(found, dict) and isinstance(found.get("count"), int) for found in not_read.values()
+            isinstance(unread, dict) and isinstance(unread.get("count"), int) for unread in not_read.values()
         )
 
     kept: dict[str, Any] = {}

@@ -46,14 +46,7 @@ from finetune.run_folder.checkpoint import (
     read_state_of,
     step_folder,
 )
-from finetune.run_folder.facts import (
-    EXPORT_RECORD,
-    EXPORTED_RECORDS,
-    EXPORTS,
-    STATE,
-    lost_lines,
-    read_state,
-)
+from finetune.run_folder.facts import EXPORT_RECORD, EXPORTED_RECORDS, EXPORTS, STATE, lost_lines, read_state
 from finetune.wording import first_lines
 
 _UNSET = "(not set)"
@@ -66,28 +59,11 @@ OWN_FILES = (STATE, *LINES, *WRITTEN_ONCE, LOCK, STATE_LOCK)
 
 # Keys that a resumed run may change: reporting, machines, and the split of a batch. None changes the loss curve.
 FREE_TO_CHANGE = (
-    "budget",
-    "accelerate_config",
-    "samples",
-    "eval",
-    "logging_steps",
-    "eval_steps",
-    "save_steps",
-    "save_total_limit",
-    "measure_phases",
-    "output_dir",
-    "report_to",
-    "run",
-    "hub",
-    "timeout_seconds",
-    "training.activation_checkpointing",
-    "training.activation_offloading",
-    "training.compile",
-    "training.deterministic",
-    "training.per_device_batch_size",
-    "training.load_best_model_at_end",
-    "training.non_blocking",
-    "training.resume",
+    *("budget", "accelerate_config", "samples", "eval", "logging_steps", "eval_steps", "save_steps"),
+    *("save_total_limit", "measure_phases", "output_dir", "report_to", "run", "hub", "timeout_seconds"),
+    *("training.activation_checkpointing", "training.activation_offloading", "training.compile"),
+    *("training.deterministic", "training.per_device_batch_size", "training.load_best_model_at_end"),
+    *("training.non_blocking", "training.resume"),
 )
 
 # The base in a run's identity: base/identity.py. Content counts, so files may lie elsewhere in a resumed run.
@@ -167,13 +143,13 @@ class RunIdentity:
         """The error that lists the differing keys, for a run whose identity was `earlier`."""
         lines = []
         for key in differing:
-            there, now = (
+            before, now = (
                 base_in_words(facts[key]) if key == BASE else one_line(facts.get(key, _UNSET))
                 for facts in (earlier, self.values)
             )
             if key == BASE and earlier[BASE].get("commit"):
                 now += f" (model.revision={earlier[BASE]['commit']} is the earlier one)"
-            lines.append(f"  {one_line(key, 80)}: {there} there, {now} now")
+            lines.append(f"  {one_line(key, 80)}: {before} there, {now} now")
         other = "base" if differing == [BASE] else "recipe"
         text = [f"{place}: holds a run of another {other}:", *first_lines(lines, 40), f"  set them back, {remedy}"]
         return FinetuneError("\n".join(text))
@@ -252,7 +228,7 @@ def claim_run_folder(
     resume: Literal["auto", "never"],
     identity: RunIdentity,
     command: str,
-    asked: Asked | None = None,
+    length: RunLength | None = None,
 ) -> Claim:
     """Decide where the run in a locked folder starts. The lock stays for this process's life.
 
@@ -261,7 +237,7 @@ def claim_run_folder(
     Args:
         resume: never: an existing run is renamed to `<run_dir>.previous-N`. Nothing is deleted.
         command: The command that continues the run.
-        asked: The recipe's length. A finished run is resumed if it is shorter and otherwise equal.
+        length: The recipe's length. A finished run is resumed if it is shorter and otherwise equal.
 
     Raises FinetuneError, and unlocks the folder: its run has another identity; all its checkpoints are damaged.
     """
@@ -285,7 +261,7 @@ def claim_run_folder(
         os.close(locked)  # the lock went with the renamed folder
         locked, previous = _lock(run_dir), None
     try:
-        status, checkpoint, damaged = _start(run_dir, previous, identity, asked)
+        status, checkpoint, damaged = _start(run_dir, previous, identity, length)
         if status == "finished":
             os.close(locked)
             return Claim(status, checkpoint, (*notes, *damaged), None)
@@ -309,10 +285,7 @@ def claim_run_folder(
 
 
 def _start(
-    run_dir: Path,
-    previous: Mapping[str, Any] | None,
-    identity: RunIdentity,
-    asked: Asked | None,
+    run_dir: Path, previous: Mapping[str, Any] | None, identity: RunIdentity, length: RunLength | None
 ) -> tuple[Literal["fresh", "resumed", "finished"], Checkpoint | None, tuple[str, ...]]:
     """The run's status, the checkpoint to start from, and notes about damaged checkpoints.
 
@@ -328,13 +301,13 @@ def _start(
         return "fresh", None, ()
     differing, earlier, notes = identity.compare(run_dir, previous)
     damaged = (*damaged, *notes)
-    if finished and asked is not None and differing and set(differing) <= set(LENGTH_KEYS):
-        longer = go_on(run_dir, previous, asked, checkpoint)
+    if finished and length is not None and differing and set(differing) <= set(LENGTH_KEYS):
+        longer = go_on(run_dir, previous, length, checkpoint)
         if longer is not None:
             set_aside(run_dir, longer[0].step, int(previous["step"]))
             return "resumed", longer[0], (*damaged, longer[1])
     if differing:
-        if finished and asked is not None and asked.steps > asked.as_before(earlier).steps:
+        if finished and length is not None and length.steps > length.as_before(earlier).steps:
             differing = [key for key in differing if key not in LENGTH_KEYS]  # a finished run may get longer
         raise identity.other(run_dir, differing, earlier, f"choose another output_dir, or start over: {_START_OVER}")
     return ("finished" if finished else "resumed"), checkpoint, damaged
@@ -432,12 +405,7 @@ def _of_another_user(run_dir: Path) -> Path | None:
 
 
 def mark_run(
-    run_dir: Path,
-    state: RunState,
-    *,
-    step: int,
-    exported: Mapping[str, Any] | None = None,
-    reason: str | None = None,
+    run_dir: Path, state: RunState, *, step: int, exported: Mapping[str, Any] | None = None, reason: str | None = None
 ) -> str:
     """Write the run's state after `step`, the exported step, and what stopped it. Returns the command that continues
     the run."""
@@ -501,7 +469,7 @@ HANDED_OVER = ("adapter", "model", "merged", "serving", "hub.json")
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunLength:
     """The length that this start's recipe asks for. A finished run continues if it is longer.
 
     The finished run's result then moves to exports/end-NNNNNNNN, which chat, eval, merge and push read. So nothing in
@@ -523,14 +491,14 @@ class Asked:
     def last_step_is_short(self) -> bool:
         return self.total_rows % self.training.global_batch_size != 0
 
-    def as_before(self, identity: Mapping[str, Any]) -> Asked:
+    def as_before(self, identity: Mapping[str, Any]) -> RunLength:
         """This recipe with the length of the run in the folder."""
-        length = {key.removeprefix("training."): identity.get(key) for key in LENGTH_KEYS}
-        return Asked(self.training.model_copy(update=length), self.rows)
+        before = {key.removeprefix("training."): identity.get(key) for key in LENGTH_KEYS}
+        return RunLength(self.training.model_copy(update=before), self.rows)
 
 
 def go_on(
-    run_dir: Path, previous: Mapping[str, Any], asked: Asked, newest: Checkpoint | None
+    run_dir: Path, previous: Mapping[str, Any], length: RunLength, newest: Checkpoint | None
 ) -> tuple[Checkpoint, str] | None:
     """The checkpoint from which the finished run continues, and a line for the user; None: the recipe is not longer.
 
@@ -544,15 +512,15 @@ def go_on(
 
     Raises FinetuneError if early stopping ended the run, or no checkpoint is left.
     """
-    planned, done = asked.as_before(previous["identity"]), int(previous["step"])
-    if asked.steps <= planned.steps:  # the caller then refuses the changed keys
+    planned, done = length.as_before(previous["identity"]), int(previous["step"])
+    if length.steps <= planned.steps:  # the caller then refuses the changed keys
         return None
     start_with = f"model.name_or_path={run_dir / 'model'}"
     if (run_dir / "adapter").is_dir():
         start_with = f"model.adapter={run_dir / 'adapter'}"
     remedy = f"begin a new run with its result: {shlex.quote(start_with)} and another output_dir"
     # Early stopping may also have come in the very last step. Then it would end the longer run at once.
-    stopped_early, patience = done < planned.steps, asked.training.early_stopping_patience
+    stopped_early, patience = done < planned.steps, length.training.early_stopping_patience
     if not stopped_early and newest is not None and patience is not None:
         stopped_early = int(read_state_of(newest)["worse_evaluations"]) >= patience
     if stopped_early:
@@ -562,10 +530,10 @@ def go_on(
     start, note = newest, ""
     if planned.last_step_is_short and newest.step == done:
         start, note = _before_a_short_step(run_dir, planned, newest)
-    return start, f"{run_dir}: {_in_words(asked, planned, start.step)}{note}"
+    return start, f"{run_dir}: {_in_words(length, planned, start.step)}{note}"
 
 
-def _before_a_short_step(run_dir: Path, planned: Asked, newest: Checkpoint) -> tuple[Checkpoint, str]:
+def _before_a_short_step(run_dir: Path, planned: RunLength, newest: Checkpoint) -> tuple[Checkpoint, str]:
     """The newest valid checkpoint before a short last step, else the one after it; and a note about its rows."""
     batch = planned.training.global_batch_size
     rows = planned.total_rows % batch
@@ -579,17 +547,18 @@ def _before_a_short_step(run_dir: Path, planned: Asked, newest: Checkpoint) -> t
     return newest, f"; {short}, no checkpoint before it is left: {batch - rows} rows are skipped"
 
 
-def _in_words(asked: Asked, planned: Asked, start: int) -> str:
+def _in_words(length: RunLength, planned: RunLength, start: int) -> str:
     """Describe the learning rate, and whether the curve equals that of a run planned with the new length."""
-    training, rate = asked.training, Schedule(asked.training, asked.steps).rate
+    training, rate = length.training, Schedule(length.training, length.steps).rate
     before = Schedule(planned.training, planned.steps).rate
-    finished = f"finished after {planned.steps} steps, goes on from step {start} to {asked.steps}"
+    finished = f"finished after {planned.steps} steps, goes on from step {start} to {length.steps}"
     # Equal rates for all finished steps, as with a constant schedule, make the longer run's curve that of a new run.
     if all(before(step) == rate(step) for step in range(start)):
-        return f"{finished}; its learning rates so far are those of a run planned with {asked.steps} steps"
+        return f"{finished}; its learning rates so far are those of a run planned with {length.steps} steps"
     return (
-        f"{finished}; learning rate: {training.lr_scheduler_type} of {asked.steps} steps, {rate(start):.3g} at step "
-        f"{start + 1} ({before(start - 1):.3g} before): the curve is not that of a run planned with {asked.steps} steps"
+        f"{finished}; learning rate: {training.lr_scheduler_type} of {length.steps} steps, {rate(start):.3g} at step "
+        f"{start + 1} ({before(start - 1):.3g} before): the curve is not that of a run planned with {length.steps} "
+        "steps"
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +19,7 @@ from finetune.base.identity import BASE_CONTENT, base_identity, recorded_base
 from finetune.base.location import base_file, own_end_tokens, published_name
 from finetune.errors import FinetuneError, NotFinite
 from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder, write_json
-from finetune.generation.generate import stop_on, without_penalties
+from finetune.generation.settings import stop_on, without_penalties
 from finetune.library_errors import library_errors
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
@@ -25,13 +27,7 @@ from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.adapter_config import WEIGHTS
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.run_folder.background import Saves
-from finetune.run_folder.checkpoint import (
-    Checkpoint,
-    act_on_every_rank,
-    examine,
-    read_state_of,
-    step_folder,
-)
+from finetune.run_folder.checkpoint import Checkpoint, act_on_every_rank, examine, read_state_of, step_folder
 from finetune.run_folder.facts import GENERATION
 from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.train_state import TrainState
@@ -41,22 +37,15 @@ from finetune.strategies.pieces import Ranks, all_ranks, reshard
 from finetune.tokens.conversation import read_conversation
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.safetensors_header import add_metadata
+from finetune.wording import metric_in_words
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
-import math
-from dataclasses import asdict, dataclass
-
-from finetune.wording import metric_in_words
 
 
 def save(
-    recipe: Recipe,
-    parts: Assembled,
-    state: TrainState,
-    saves: Saves,
-    then: Callable[[], None] | None = None,
+    recipe: Recipe, parts: Assembled, state: TrainState, saves: Saves, then: Callable[[], None] | None = None
 ) -> None:
     """Write a checkpoint, or begin to. Every rank calls it and writes its own pieces.
 
@@ -116,10 +105,7 @@ def restore(recipe: Recipe, parts: Assembled, step: int, ranks: Ranks) -> TrainS
         return TrainState()
     # Rank 0 verified the hash of every byte when it claimed the run folder. Copies of it are verified here.
     folder, is_copy = step_folder(Path(recipe.run_dir), step), ranks.rank in ranks.apart
-    with (
-        on_every_machine(folder, ranks),
-        library_errors(f"{folder}: cannot be resumed from"),
-    ):
+    with on_every_machine(folder, ranks), library_errors(f"{folder}: cannot be resumed from"):
         return TrainState.from_json(fill_from(parts, folder, hashes=is_copy))
 
 
@@ -369,8 +355,8 @@ def forget_lost_best(recipe: Recipe, state: TrainState) -> str:
     # Rank 0 decides for all: ranks that disagree about the best step would export different weights.
     problem = None
     if ranks.rank == 0:
-        found = examine(folder, hashes=False)
-        problem = None if isinstance(found, Checkpoint) else found
+        examined = examine(folder, hashes=False)
+        problem = None if isinstance(examined, Checkpoint) else examined
     problem = ranks.gather(problem)[0]
     if problem is None:
         return ""
@@ -389,22 +375,18 @@ def weights_to_export(recipe: Recipe, parts: Assembled, state: TrainState, ranks
     if step != state.step:  # else the model has these weights already
         folder = step_folder(Path(recipe.run_dir), step)
         with on_every_machine(folder, ranks):
-            _load(parts, folder, ranks)
+            # Rank 0, and ranks with a copy, verify the hash over every byte.
+            checkpoint = examine(folder, hashes=ranks.rank == 0 or ranks.rank in ranks.apart)
+            problem = checkpoint if isinstance(checkpoint, str) else None
+            # All ranks raise together: one that raised alone would leave the others in load_weights' collectives.
+            if problem := next(filter(None, ranks.gather(problem)), None):
+                raise FinetuneError(
+                    f"{folder}: the best evaluation's checkpoint cannot be exported: {problem}; the last step's "
+                    "weights can: start again with training.load_best_model_at_end=false"
+                )
+            assert isinstance(checkpoint, Checkpoint)
+            load_weights(parts, checkpoint)
     return Exported(step, True, metric, state.best_eval_loss)
-
-
-def _load(parts: Assembled, folder: Path, ranks: Ranks) -> None:
-    """Load a checkpoint's weights after rank 0, and ranks with a copy, have verified the hash over every byte."""
-    checkpoint = examine(folder, hashes=ranks.rank == 0 or ranks.rank in ranks.apart)
-    problem = checkpoint if isinstance(checkpoint, str) else None
-    # All ranks raise together: one that raised alone would leave the others in load_weights' collectives.
-    if problem := next(filter(None, ranks.gather(problem)), None):
-        raise FinetuneError(
-            f"{folder}: the best evaluation's checkpoint cannot be exported: {problem}; the last step's weights can: "
-            "start again with training.load_best_model_at_end=false"
-        )
-    assert isinstance(checkpoint, Checkpoint)
-    load_weights(parts, checkpoint)
 
 
 def describe_exported(exported: Exported, state: TrainState) -> str:

@@ -143,11 +143,8 @@ class Mirrored:
             return _ended(state)
         if self.silent_seconds is not None and self.silent_seconds > SILENT_STORAGE:
             told = f"the storage has had no sign of life for {duration(self.silent_seconds)}"
-            return (
-                "dead",
-                f"{told}, by this machine's clock: its machine went away, or has no network",
-                (self.silent_seconds),
-            )
+            reason = f"{told}, by this machine's clock: its machine went away, or has no network"
+            return "dead", reason, self.silent_seconds
         return str(state["state"]), None, self.silent_seconds
 
 
@@ -223,19 +220,13 @@ def _life(
     elsewhere = [age for beat, age in beats.items() if beat.machine != this_machine()]
     if not locked and not (elsewhere and min(elsewhere) <= most):
         gone = "it was killed, perhaps for memory, or its machine went away"
-        return (
-            "dead",
-            f"no process holds the run's lock: {gone}, {duration(silent)} after its last sign of life",
-            silent,
-        )
+        reason = f"no process holds the run's lock: {gone}, {duration(silent)} after its last sign of life"
+        return "dead", reason, silent
     quiet = [(age, beat) for beat, age in beats.items() if beat.state == "running" and age > most]
     if quiet:
-        age, beat = max(quiet, key=lambda each: each[0])
-        return (
-            "stalled",
-            f"rank {beat.rank} on {one_line(beat.host, 80)} shows no sign of life for {duration(age)}",
-            age,
-        )
+        age, beat = max(quiet, key=lambda pair: pair[0])
+        reason = f"rank {beat.rank} on {one_line(beat.host, 80)} shows no sign of life for {duration(age)}"
+        return "stalled", reason, age
     if unwritten > max(timeout, SLOW_LINES * lines * (step_seconds or 0.0)):
         return "stalled", f"its process lives, and has written nothing for {duration(unwritten)}", unwritten
     return state["state"], None, silent

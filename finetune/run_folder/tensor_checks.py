@@ -6,7 +6,7 @@ Sharded tensors are checked in place, each rank its own piece.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -69,19 +69,13 @@ def checksums(tensors: Mapping[str, Tensor | Piece], ranks: Ranks) -> dict[str, 
         piece = piece_to_write(value, ranks.rank)
         if piece is not None:
             bits = piece.tensor.detach().contiguous().view(integers[piece.tensor.element_size()])
-            sums[name] = sum(int(_weighed(chunk, piece.start + first)) for first, chunk in _chunks(bits))
+            flat, firsts = bits.reshape(-1), range(0, bits.numel(), CHUNK)
+            sums[name] = sum(int(_weighed(flat[first : first + CHUNK], piece.start + first)) for first in firsts)
     total: dict[str, int] = {}
     for partial in ranks.gather(sums):
         for name, number in partial.items():
             total[name] = (total.get(name, 0) + number) % 2**64
     return {name: f"{number:016x}" for name, number in total.items()}
-
-
-def _chunks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(index of the first element, elements) of the flattened tensor, CHUNK elements at a time."""
-    flat = tensor.detach().reshape(-1)
-    for first in range(0, flat.numel(), CHUNK):
-        yield first, flat[first : first + CHUNK]
 
 
 def _weighed(bits: Tensor, first: int) -> Tensor:

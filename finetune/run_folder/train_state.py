@@ -33,7 +33,7 @@ def state_problem(saved: Mapping[str, Any]) -> str | None:
     for record in state.window.records:
         for name, value in vars(record).items():
             if name == "metrics":
-                valid = valid and all(_is_number(each) for each in value.values())
+                valid = valid and all(_is_number(figure) for figure in value.values())
                 continue
             may_be_absent = name in ("grad_norm", "loss_scale") and value is None
             valid = valid and (may_be_absent or _is_number(value))

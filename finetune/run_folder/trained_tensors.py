@@ -90,6 +90,8 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     Raises:
         FinetuneError: state for a parameter that is not optimized here, with another shape, or not finite.
     """
+    from finetune.model.optimizers.blocks import block_in
+
     parameters = _optimized(model, optimizer)
     mistakes, placed = [], {}
     # Keys: layers.0.weight:exp_avg, or layers.0.weight:step:int for a Python number.
@@ -99,7 +101,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
             mistakes.append(f"unexpected: {key}")
         elif entry in MOMENTS and tuple(value.shape) != tuple(parameter.shape):
             mistakes.append(f"{key}: shape {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)} here")
-        elif entry in _SCALES and not _are_of_blocks(value, parameter):
+        elif entry in _SCALES and not block_in(parameter.shape, value.shape):
             mistakes.append(f"{key}: shape {tuple(value.shape)} does not fit blocks of {tuple(parameter.shape)}")
         elif tuple(value.shape) == tuple(parameter.shape) and value.shape:
             placed[key] = _shard_of(value, parameter)
@@ -135,12 +137,6 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
             optimizer.state[parameter][entry] = _sharded_like(parameter, value.clone())
         else:
             optimizer.state[parameter][entry] = _sharded_like(parameter, value.to(parameter.device, copy=True))
-
-
-def _are_of_blocks(scales: Tensor | Stored, parameter: nn.Parameter) -> bool:
-    from finetune.model.optimizers.blocks import block_in
-
-    return bool(block_in(parameter.shape, scales.shape))
 
 
 def _put_into_own_blocks(

@@ -164,10 +164,7 @@ class Lease:
             self._renewals.start()
 
     def publish(
-        self,
-        files: Mapping[str, Path | bytes],
-        checkpoints: Sequence[Saved],
-        records: Mapping[str, int],
+        self, files: Mapping[str, Path | bytes], checkpoints: Sequence[Saved], records: Mapping[str, int]
     ) -> None:
         """Add one entry: first its files (path below `next_folder` -> content), then the entry, then delete what no
         entry needs any more. `checkpoints` are all that the storage holds afterwards.
@@ -281,10 +278,10 @@ def read_lease(storage: Storage, entry: Entry) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def take_lease(storage: Storage, before: Entry | None, log: Callable[[str], None]) -> Lease:
+def take_lease(storage: Storage, before: Entry | None, say: Callable[[str], None]) -> Lease:
     """Own the run from the entry `before` on. Raises FinetuneError if its owner lives, or another start was first."""
     if before is not None and storage.is_shared and not read_lease(storage, before).get("closed"):
-        _watch(storage, before, log)
+        _watch(storage, before, say)
     number = 1 if before is None else before.number + 1
     writer = f"process {os.getpid()} on {socket.gethostname()}" if storage.is_shared else ""
     entry = replace(
@@ -321,10 +318,10 @@ def is_conditional(lease: Lease) -> bool:
     return lease.storage.is_atomic and not lease.storage.create(lease.entry.name, lease.entry.as_bytes())
 
 
-def _watch(storage: Storage, entry: Entry, log: Callable[[str], None]) -> None:
+def _watch(storage: Storage, entry: Entry, say: Callable[[str], None]) -> None:
     """Raise FinetuneError if the entry's owner shows life within WATCH_SECONDS."""
     left = f"{storage.url}: {entry.by} did not say that it ended"
-    log(f"{left}; watching for {WATCH_SECONDS:g} s whether it still writes")
+    say(f"{left}; watching for {WATCH_SECONDS:g} s whether it still writes")
     counter, until = read_lease(storage, entry).get("counter"), time.monotonic() + WATCH_SECONDS
     while True:
         time.sleep(min(1.0, WATCH_SECONDS / 10))

@@ -19,13 +19,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, remove_folder
-from finetune.hub.upload_files import (
-    SOMEBODYS_HOME,
-    Outgoing,
-    check_no_secrets,
-    path_replacements,
-    without_local_paths,
-)
+from finetune.hub.upload_files import SOMEBODYS_HOME, Outgoing, check_no_secrets, path_replacements, without_local_paths
 from finetune.launch.signals import grace_period
 from finetune.recipe.schema import Recipe
 from finetune.redaction import known_secrets
@@ -34,16 +28,8 @@ from finetune.run_folder.facts import STATE, read_state
 from finetune.storage.journal import Lease, Saved, attempt
 
 MIRRORED_FILES = (
-    "metrics.jsonl",
-    "samples.jsonl",
-    "reference.json",
-    "receipt.json",
-    "recipe.yaml",
-    "conversation.json",
-    "report.html",
-    "loss.png",
-    "rewards.png",
-    "memory.png",
+    *("metrics.jsonl", "samples.jsonl", "reference.json", "receipt.json", "recipe.yaml", "conversation.json"),
+    *("report.html", "loss.png", "rewards.png", "memory.png"),
 )
 LOCAL = "a path of another machine, "
 END_SECONDS = 3600.0  # the longest wait for the network after the last step
@@ -58,12 +44,12 @@ class Mirror:
         self,
         recipe: Recipe,
         lease: Lease,
-        log: Callable[[str], None] = print,
+        say: Callable[[str], None] = print,
         *,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._recipe, self._run_dir, self._key = recipe, Path(recipe.run_dir), recipe.storage_key
-        self._lease, self._log, self._pause = lease, log, pause
+        self._lease, self._say, self._pause = lease, say, pause
         self._replacements = path_replacements(recipe, self._run_dir)
         self._lock = threading.Lock()
         self._next: tuple[int, int | None] | None = None
@@ -96,7 +82,7 @@ class Mirror:
         with self._lock:
             if self._next is not None:
                 # The newer checkpoint replaces the one that still waits.
-                self._log(f"{self._key}: step {self._next[0]} is replaced by the next one and is not sent")
+                self._say(f"{self._key}: step {self._next[0]} is replaced by the next one and is not sent")
                 with suppress(FileNotFoundError):
                     remove_folder(self._staged)
             on_storage = {saved.step for saved in self._lease.entry.checkpoints}
@@ -123,11 +109,11 @@ class Mirror:
                     seconds = min(seconds, grace[0] / 2)
         last, thread = threading.Thread(target=self._end, name="records to the storage", daemon=True), self._thread
         if wait and thread is not None:
-            self._log(f"waiting for the last checkpoint to reach {self._lease.storage.url}, {seconds:g} s at most")
+            self._say(f"waiting for the last checkpoint to reach {self._lease.storage.url}, {seconds:g} s at most")
         last.start()
         last.join(seconds)
         if wait and last.is_alive():
-            self._log(f"{self._key}: not all has arrived after {seconds:g} s; it is in {self._run_dir}")
+            self._say(f"{self._key}: not all has arrived after {seconds:g} s; it is in {self._run_dir}")
         if wait and self.lost is not None:
             raise FinetuneError(self.lost)
 
@@ -165,7 +151,7 @@ class Mirror:
             attempt(self._lease.storage, send, self._pause)
         except Exception as error:
             if self.lost is None:
-                self._log(f"{self._key}: {what} not sent: {error}; the training continues")
+                self._say(f"{self._key}: {what} not sent: {error}; the training continues")
 
     def _send(self, staged: Path, step: int, best: int | None) -> None:
         self._lease.refresh()
@@ -213,7 +199,7 @@ class Mirror:
                 del records[name]
                 if name not in self._refused:
                     self._refused.add(name)
-                    self._log(f"{self._key}: {' '.join(str(error).splitlines()[1:])}; it is not sent")
+                    self._say(f"{self._key}: {' '.join(str(error).splitlines()[1:])}; it is not sent")
         return records
 
     def _state(self, state: Mapping[str, Any]) -> bytes:

@@ -81,12 +81,7 @@ def fetch_records(
         os.replace(temporary, folder / name)
 
 
-def take_over(
-    recipe: Recipe,
-    launch: Launch,
-    identity: RunIdentity,
-    log: Callable[[str], None],
-) -> Mirror | None:
+def take_over(recipe: Recipe, launch: Launch, identity: RunIdentity, say: Callable[[str], None]) -> Mirror | None:
     """Own the run on the storage, and bring its newest checkpoint into the run folder if that has none as new.
 
     Returns the mirror; None if the recipe names no storage. Only rank 0 calls it, with the run folder locked.
@@ -104,15 +99,20 @@ def take_over(
                 f"{storage.url}: holds a run, saved at step {entry.checkpoints[-1].step}, and training.resume is "
                 f"never; name another place in {recipe.storage_key}, or delete that run yourself"
             )
-        previous = _state_there(storage, entry, identity.values)
+        if STATE in entry.records:
+            with tempfile.TemporaryDirectory() as folder:
+                attempt(storage, lambda: fetch_records(storage, entry, Path(folder), [STATE]))
+                previous = read_state(Path(folder), f"of {storage.url}; name another place in run.storage")
         if previous is not None:
+            # This start's own paths where they are the same.
+            previous |= {"identity": with_own_paths(previous["identity"], identity.values)}
             remedy = f"or name another place in {recipe.storage_key}"
             identity.refuse_other(storage.url, previous, remedy)
             local = read_state(run_dir)
             if local is not None and local["state"] != "finished":
                 identity.refuse_other(run_dir, local, "or choose another output_dir")
     try:
-        lease = take_lease(storage, entry, log)
+        lease = take_lease(storage, entry, say)
     except Exception as error:
         raise explain(storage, error)[0] from error
     try:
@@ -120,9 +120,9 @@ def take_over(
             line = f"{storage.url}: has no conditional writes, so it keeps no two writers apart"
             if launch.nodes > 1:
                 raise FinetuneError(f"{line}; several machines need another storage, or a run folder that all see")
-            log(f"{line}; start this run once at a time")
+            say(f"{line}; start this run once at a time")
         if previous is not None:
-            _bring(storage, lease.entry, run_dir, previous, recipe.training.exports_best, log)
+            _bring(storage, lease.entry, run_dir, previous, recipe.training.exports_best, say)
     except BaseException as error:
         lease.close()
         if isinstance(error, Exception):
@@ -131,24 +131,13 @@ def take_over(
     return Mirror(recipe, lease)
 
 
-def _state_there(storage: Storage, entry: Entry, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The run_state.json on the storage, with this start's own paths where they are the same."""
-    if STATE not in entry.records:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        attempt(storage, lambda: fetch_records(storage, entry, Path(folder), [STATE]))
-        state = read_state(Path(folder), f"of {storage.url}; name another place in run.storage")
-    assert state is not None
-    return state | {"identity": with_own_paths(state["identity"], identity)}
-
-
 def _bring(
     storage: Storage,
     entry: Entry,
     run_dir: Path,
     state: Mapping[str, Any],
     exports_best: bool,
-    log: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> None:
     """Fetch the newest complete checkpoint, the best one and the records, unless the folder's own are as new."""
     stored = {saved.step: saved for saved in entry.checkpoints}
@@ -175,7 +164,7 @@ def _bring(
             return problem
         remove_folder(folder)  # what is left there moves into the run folder
         damaged.append(f"{storage.url}/{saved.folder}: step {step}: damaged, not used: {one_line(problem, 300)}")
-        log(damaged[-1])
+        say(damaged[-1])
         return None
 
     try:
@@ -196,6 +185,6 @@ def _bring(
         (staging / STATE).write_text(json.dumps(state), "utf-8")
         for path in sorted(staging.iterdir(), key=lambda path: path.name == STATE):
             os.replace(path, run_dir / path.name)
-        log(f"{storage.url}: the checkpoint of step {newest.step} is in {run_dir} now")
+        say(f"{storage.url}: the checkpoint of step {newest.step} is in {run_dir} now")
     finally:
         remove_folder(staging)

@@ -12,7 +12,7 @@ from finetune.recipe.storage_address import storage_address, storage_problem
 from finetune.run_folder.facts import STATE
 from finetune.run_folder.status import Mirrored, RunStatus, read_status
 from finetune.storage.backends import Storage, open_storage
-from finetune.storage.journal import Entry, attempt, newest_entry, read_lease
+from finetune.storage.journal import attempt, newest_entry, read_lease
 from finetune.storage.restart import fetch_records
 
 
@@ -26,23 +26,18 @@ def stored_status(url: str) -> RunStatus:
         return attempt(storage, lambda: _read(storage, Path(name)))  # type: ignore[no-any-return]
 
 
-def _fetched(storage: Storage, folder: Path) -> Entry:
-    """Bring the newest records into the folder. Returns their entry."""
-    for last in (False, False, True):
+def _read(storage: Storage, folder: Path) -> RunStatus:
+    for tries_left in (2, 1, 0):
         entry = newest_entry(storage)
         if entry is None:
             raise FinetuneError(f"{storage.url}: no run is or was here; name a recipe's run.storage")
         try:
             fetch_records(storage, entry, folder)
-            return entry
+            break
         except FileNotFoundError:  # the run has published a newer entry meanwhile, and deleted this one's files
-            if last:
+            if not tries_left:
                 raise
-    raise AssertionError
-
-
-def _read(storage: Storage, folder: Path) -> RunStatus:
-    entry = _fetched(storage, folder)
+    assert entry is not None
     lease, silent, checkpoint = read_lease(storage, entry), None, None
     if lease and not lease.get("closed") and isinstance(lease.get("seconds"), int | float):
         silent = max(0.0, time.time() - min(max(lease["seconds"], 0), 2**53))

@@ -8,180 +8,27 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, check_cuda_p2p_ib_support
 from torch import nn
 
-from finetune.base.location import weights_are_here
-from finetune.errors import EnvironmentMismatch, RecipeError
+from finetune.errors import EnvironmentMismatch
 from finetune.launch.gpu_environment import gpu_of_rank, libraries_on_gpu
 from finetune.launch.launcher import Launch
-from finetune.launch.rendezvous import check_world, collective_timeout
+from finetune.launch.rendezvous import collective_timeout
 from finetune.measure.host_memory import cores_each
-from finetune.model.optimizer import check_optimizer
-from finetune.paths import from_here
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import CONFIG_FOLDER, KIND_OF_TYPE, Strategy, read_strategy, strategy_of
-from finetune.recipe.strategy_fit import ranks_problem, unfit
-from finetune.strategies.packages import check_packages
-from finetune.wording import counted
+from finetune.recipe.strategy import KIND_OF_TYPE, Strategy
+from finetune.strategies.machine import computes_on_cpu
 
 # A launcher's variables for a single process. Engines that shard need a process group even for one rank.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-
-
-def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
-    """Refuse, before anything is loaded, a launch that would not run as the recipe asks.
-
-    Returns the strategy. Raises EnvironmentMismatch with the request, the launch, and the remedy.
-    """
-    strategy = strategy_of(recipe)
-    config = launch.config_file or _default_config(launch)
-    requested = launch.asked_processes
-    if config is not None:
-        launched = read_strategy(str(config), strict=False)
-        _check_same_strategy(recipe, strategy, launched, launch)
-        requested = launched.num_processes if requested is None else requested
-    on_cpu = _computes_on_cpu(launch)
-    for check in machine_checks(recipe, strategy, launch, on_cpu=on_cpu).values():
-        check()
-    check_world(recipe, launch, requested)
-    if problem := ranks_problem(recipe, strategy, launch.world_size, launch.local_world_size):
-        raise EnvironmentMismatch(problem)
-    if strategy.uses_engine:
-        from finetune.strategies.zero_requirements import compile_engine
-
-        compile_engine(strategy, on_cpu=on_cpu)
-    if not on_cpu:
-        from finetune.strategies.gpu_needs import check_gpus
-
-        check_gpus(recipe, launch)
-    return strategy
-
-
-def machine_checks(
-    recipe: Recipe, strategy: Strategy, launch: Launch, *, on_cpu: bool
-) -> dict[str, Callable[[], None]]:
-    """Checks of what a machine may lack for a recipe, however it is launched. The start and `doctor` make them.
-
-    Each raises EnvironmentMismatch.
-    """
-    return {
-        "devices": partial(check_has_gpu, recipe, launch),
-        "packages": partial(check_packages, recipe, strategy),
-        "strategy": partial(check_combination, recipe, strategy, on_cpu=on_cpu),
-    }
-
-
-def launch_notes(launch: Launch, strategy: Strategy | None = None) -> list[str]:
-    """Notes about settings that affect this launch although the command line lacks them, and about idle settings."""
-    path = None if launch.config_file else _default_config(launch)
-    notes = [f"launch: no --config_file, so `accelerate launch` read {path}"] if path else []
-    if strategy is not None and strategy.num_processes not in (None, launch.world_size):
-        stated = f"num_processes: {strategy.num_processes} changes nothing"
-        notes.append(f"accelerate_config: {strategy.path}: {stated}: {launch.world_size} were launched")
-    return notes
-
-
-def _default_config(launch: Launch) -> Path | None:
-    """The config in the user's cache that a bare `accelerate launch` reads silently."""
-    from accelerate.commands.config.config_args import default_config_file
-
-    path = Path(default_config_file)
-    if launch.by_accelerate and path.is_file():
-        return path
-    return None
-
-
-def _check_same_strategy(recipe: Recipe, recipe_side: Strategy, launch_side: Strategy, launch: Launch) -> None:
-    """The recipe names the strategy. A file given to the launcher may repeat it, or only say where to run.
-
-    Raises EnvironmentMismatch for a file with another strategy, RecipeError with each key that contradicts the recipe.
-    """
-    path, stray = launch_side.path, launch.config_file is None
-    of_launcher = f"{path}{', a default config in the cache' if stray else ''}"
-    try:
-        read_strategy(str(path), recipe=recipe, named_by="--config_file")
-        mistakes: list[str] = []
-    except RecipeError as error:
-        mistakes = [*error.mistakes]
-    if not launch_side.only_where:
-        ranks = (launch.world_size, launch.local_world_size)
-        launched, configured = launch_side.plugin_settings(*ranks), recipe_side.plugin_settings(*ranks)
-        differing = [key for key in {**configured, **launched} if launched.get(key) != configured.get(key)]
-        if launch_side.kind != recipe_side.kind or (differing and not mistakes):
-            sides = [f"{configured.get(key)} there, {launched.get(key)} here for {key}" for key in differing]
-            same_kind = f": {'; '.join(sides)}" if launch_side.kind == recipe_side.kind else ""
-            remedies = [f"move {path} away"] if stray else []
-            remedies.append(f"launch with {_options_for(recipe, recipe_side, launch)}")
-            remedies += [] if stray or mistakes else [f"set accelerate_config={path}"]
-            raise EnvironmentMismatch(
-                f"accelerate_config: the recipe asks for {recipe_side.kind} ({recipe_side.path}), the launcher for "
-                f"{launch_side.kind} ({of_launcher}){same_kind}; {', or '.join(remedies)}"
-            )
-    if mistakes:
-        where = [f"--config_file: {path} is the default config in the cache; move it away, or correct it"]
-        raise RecipeError([*(where if stray else []), *mistakes])
-
-
-def _options_for(recipe: Recipe, strategy: Strategy, launch: Launch) -> str:
-    """Options for `accelerate launch` to start the recipe's strategy on this machine."""
-    if _computes_on_cpu(launch) and strategy.needs_ranks:
-        return f"--config_file {from_here(CONFIG_FOLDER / 'cpu_2proc.yaml')}"
-    if strategy.num_processes is not None:
-        return f"--config_file {strategy.path}"
-    ranks = max(launch.world_size, recipe.budget.gpus * recipe.budget.nodes, 2 if strategy.needs_ranks else 1)
-    return f"--config_file {strategy.path} --num_processes {ranks}"
-
-
-def check_has_gpu(recipe: Recipe, launch: Launch) -> None:
-    """Refuse a machine without a GPU for a recipe that is made for GPUs. Raises EnvironmentMismatch."""
-    if recipe.budget.gpus and not torch.cuda.is_available() and not launch.on_cpu:
-        budget = recipe.budget
-        from finetune.strategies.gpu_needs import why_torch_sees_no_gpu
-
-        if reason := why_torch_sees_no_gpu():
-            raise EnvironmentMismatch(f"budget: {reason}; or train on this CPU with budget.gpus=0")
-        missing, name = "", recipe.model.name_or_path
-        if not weights_are_here(name, recipe.model.revision):
-            remedy = f"`hf download {name}`; if gated, first `hf auth login`"
-            missing = f", nor the weights of {name} in its cache ({remedy})"
-        raise EnvironmentMismatch(
-            f"budget: the recipe is made for {counted(budget.gpus * budget.nodes, 'GPU')} of "
-            f"{budget.gpu_memory_gb:g} GB, this machine has none{missing}; run it where they are, see "
-            f"all of it work here, small, with `{shlex.join(['finetune', 'rehearse', launch.recipe])}`, or train on "
-            "this CPU with budget.gpus=0"
-        )
-
-
-def device_of(launch: Launch) -> torch.device:
-    """The device that this rank computes on."""
-    if _computes_on_cpu(launch):
-        return torch.device("cpu")
-    return torch.device("cuda", gpu_of_rank(launch.local_rank))
-
-
-def _computes_on_cpu(launch: Launch) -> bool:
-    return launch.on_cpu or not torch.cuda.is_available()
-
-
-def check_combination(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
-    """Refuse settings that this strategy cannot train with, on any machine. Raises EnvironmentMismatch."""
-    if strategy.uses_engine:
-        from finetune.strategies.zero_requirements import require_engine
-
-        require_engine(strategy, on_cpu=on_cpu)
-    for problem in unfit(recipe, strategy):
-        raise EnvironmentMismatch(str(problem))
-    check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.shards_optimizer_state)
 
 
 def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Accelerator:
@@ -190,10 +37,8 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     Accumulation stays 1: the loop collects a step's micro-batches itself and divides once. Raises EnvironmentMismatch
     if strategy, world size or precision in force differ from the recipe.
     """
-    on_cpu = _computes_on_cpu(launch)
+    on_cpu = computes_on_cpu(launch)
     if not on_cpu and launch.world_size > 1:
-        from finetune.strategies.gpu_needs import go_around_peers
-
         go_around_peers(launch)
     process_group = InitProcessGroupKwargs(timeout=collective_timeout(recipe))
     if strategy.shards_optimizer_state:
@@ -216,13 +61,24 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         zero_environment(recipe, on_cpu=on_cpu)
         process_group.backend = "gloo" if on_cpu else None
         zero = zero_plugin(recipe, strategy, world_size=launch.world_size, on_cpu=on_cpu)
+    fsdp = None
+    if strategy.shards_modules:  # mixed precision, units and loading are fsdp.py's
+        fsdp = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=strategy.reshard_after_forward,
+            cpu_offload=strategy.offloaded,
+            auto_wrap_policy="no_wrap",  # the model comes sharded
+            state_dict_type="SHARDED_STATE_DICT",
+            cpu_ram_efficient_loading=False,  # rank 0 alone reads the weights all the same: fsdp.py
+            activation_checkpointing=False,
+        )
     on_gpu = nullcontext() if on_cpu else libraries_on_gpu(gpu_of_rank(launch.local_rank))
     with quiet, on_gpu:
         accelerator = Accelerator(
             mixed_precision=recipe.training.mixed_precision,
             # With cpu=True Accelerate would drop the plugin of an engine on gloo ranks.
             cpu=zero is None and on_cpu,
-            fsdp_plugin=_fsdp_plugin(strategy) if strategy.shards_modules else None,
+            fsdp_plugin=fsdp,
             deepspeed_plugin=zero,
             kwargs_handlers=[
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
@@ -235,17 +91,22 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     return accelerator
 
 
-def _fsdp_plugin(strategy: Strategy) -> FullyShardedDataParallelPlugin:
-    """The plugin that the file describes; mixed precision, units and loading are fsdp.py's."""
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=strategy.reshard_after_forward,
-        cpu_offload=strategy.offloaded,
-        auto_wrap_policy="no_wrap",  # the model comes sharded
-        state_dict_type="SHARDED_STATE_DICT",
-        cpu_ram_efficient_loading=False,  # rank 0 alone reads the weights all the same: fsdp.py
-        activation_checkpointing=False,
-    )
+def go_around_peers(launch: Launch) -> None:
+    """Where GPUs cannot reach each other's memory, tell NCCL before it asks: RTX 40 cards under an old driver.
+
+    `accelerate launch` sets these for its ranks; under torchrun, srun and `finetune train` Accelerate would raise an
+    error that names them.
+    """
+    missing = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
+    if not missing or check_cuda_p2p_ib_support():
+        return
+    os.environ.update(dict.fromkeys(missing, "1"))
+    if launch.is_main:
+        print(
+            f"these GPUs' driver gives them no way to each other's memory: {'=1 and '.join(missing)}=1 set, so copies "
+            "between them pass through the host; a driver from 550.40.07 on is faster",
+            file=sys.stderr,
+        )
 
 
 def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Accelerator) -> None:
@@ -257,19 +118,22 @@ def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Ac
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
         "dynamo_backend": accelerator.state.dynamo_plugin.backend.value,
     }
-    asked = {
+    request = {
         "strategy": "ddp" if strategy.schedule else strategy.kind,  # Accelerate has ranks, and no word for stages
         "world size": launch.world_size,
         "mixed_precision": recipe.training.mixed_precision,
         "gradient_accumulation_steps": 1,
         "dynamo_backend": "NO",
     }
-    differing = [f"{key}: asked {asked[key]}, runs {in_force[key]}" for key in asked if asked[key] != in_force[key]]
+    differing = [
+        f"{key}: asked {request[key]}, runs {in_force[key]}" for key in request if request[key] != in_force[key]
+    ]
     if differing:
         raise EnvironmentMismatch(f"launch: {'; '.join(differing)}; correct the launcher's settings and environment")
 
 
-def accumulating(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> AbstractContextManager[Any]:
+@contextmanager
+def accumulating(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> Iterator[None]:
     """The context for every micro-batch in a step except the last.
 
     Unsharded gradients are reduced once, after the last micro-batch. Sharded ones are reduced each time, unless all of
@@ -278,23 +142,16 @@ def accumulating(accelerator: Accelerator, strategy: Strategy, model: nn.Module)
     Weights that stay gathered from forward to backward stay so until the last backward, so they are gathered once a
     step. At the peak, where backward begins, all of them are there anyway.
     """
-    if strategy.uses_engine:  # DeferredStepEngine sees to it itself
-        return nullcontext()
-    if strategy.shards_modules:
-        return _accumulating_shards(strategy, model)
-    context: AbstractContextManager[Any] = accelerator.no_sync(model)
-    return context
-
-
-@contextmanager
-def _accumulating_shards(strategy: Strategy, model: nn.Module) -> Iterator[None]:
-    from finetune.strategies import fsdp
-
     with ExitStack() as stack:
-        if strategy.gathers_once:
-            stack.enter_context(fsdp.weights_kept(model))
-        if strategy.keeps_gradients:
-            stack.enter_context(fsdp.gradients_kept(model))
+        if strategy.shards_modules:
+            from finetune.strategies.fsdp import gradients_kept, weights_kept
+
+            if strategy.gathers_once:
+                stack.enter_context(weights_kept(model))
+            if strategy.keeps_gradients:
+                stack.enter_context(gradients_kept(model))
+        elif not strategy.uses_engine:  # DeferredStepEngine sees to it itself
+            stack.enter_context(accelerator.no_sync(model))
         yield
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 
 from packaging.version import Version
 
-from finetune.errors import EnvironmentMismatch
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
@@ -52,25 +51,25 @@ def needed_packages(recipe: Recipe, strategy: Strategy, *, plan: bool = False) -
         yield NeededPackage(f"training.optim: {optim}", "bitsandbytes", "qlora", "bitsandbytes")
     if plan:
         return
-    files = [entry.data_files for entry in recipe.data.sets]
-    names = [name for each in files for name in ([each] if isinstance(each, str) else each or [])]
+    files = [entry.data_files or [] for entry in recipe.data.sets]
+    names = [name for entry in files for name in ([entry] if isinstance(entry, str) else entry)]
     if any(name.lower().endswith((".xlsx", ".xlsm")) for name in names):
         yield NeededPackage("data", "openpyxl", "excel", "openpyxl")
 
 
-def check_packages(recipe: Recipe, strategy: Strategy, *, plan: bool = False) -> None:
-    """Refuse a recipe that needs packages which are not installed, all in one line. Raises EnvironmentMismatch."""
-    refuse_missing([*needed_packages(recipe, strategy, plan=plan)])
+def missing_packages(recipe: Recipe, strategy: Strategy, *, plan: bool = False) -> str:
+    """The packages that the recipe needs and that are not installed, all in one line with a remedy; else empty."""
+    return missing_of(needed_packages(recipe, strategy, plan=plan))
 
 
-def refuse_missing(needed: Sequence[NeededPackage]) -> None:
-    """Raise EnvironmentMismatch, in one line, if some of these packages are not installed."""
-    missing = [each for each in needed if not each.is_here]
+def missing_of(needed: Iterable[NeededPackage]) -> str:
+    """A line for those of these packages that are not installed; empty if all are."""
+    missing = [package for package in needed if not package.is_here]
     if not missing:
-        return
-    what = " and ".join(f"{each.title} ({each.place})" for each in missing)
-    command = install_command(*dict.fromkeys(each.extra for each in missing))
+        return ""
+    command = install_command(*dict.fromkeys(package.extra for package in missing))
     if len(missing) == 1:
         (only,) = missing
-        raise EnvironmentMismatch(f"{only.place}: {only.title} is not installed; install it in the checkout: {command}")
-    raise EnvironmentMismatch(f"packages: {what} are not installed; install them in the checkout: {command}")
+        return f"{only.place}: {only.title} is not installed; install it in the checkout: {command}"
+    names = " and ".join(f"{package.title} ({package.place})" for package in missing)
+    return f"packages: {names} are not installed; install them in the checkout: {command}"

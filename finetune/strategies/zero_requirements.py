@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from finetune.errors import EnvironmentMismatch
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 
@@ -37,46 +36,51 @@ def zero_environment(recipe: Recipe, *, on_cpu: bool) -> None:
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate silently ignores a DeepSpeed plugin
-        if recipe.training.mixed_precision == "fp16":
-            _let_fp16_run_on_cpu()
+    if not on_cpu or recipe.training.mixed_precision != "fp16":
+        return
+    # torch computes fp16 on a CPU, and DeepSpeed 0.19 refuses it: its accelerator says that a CPU has no fp16 unless
+    # oneDNN has own kernels for it. `set_accelerator` takes another one. Ours is its own, with one other answer.
+    with silenced_deepspeed():
+        from deepspeed.accelerator import set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    class WithHalves(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed is not typed
+        """The CPU, with torch's fp16."""
+
+        def is_fp16_supported(self) -> bool:
+            return True
+
+    set_accelerator(WithHalves())
+
+
+def engine_problems(strategy: Strategy, *, on_cpu: bool) -> Iterator[str]:
+    """Each reason, with its remedy, why this machine runs the engine differently, or not at all."""
+    place = f"accelerate_config: {strategy.name}"
+    # pip installs ninja next to python, which is not on the PATH of an environment that is not activated.
+    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
+    if on_cpu and torch.cuda.is_available():
+        yield f"{place}: on a machine with GPUs DeepSpeed takes them; hide them with CUDA_VISIBLE_DEVICES="
+    if "nvme" not in strategy.offload_devices.values():
+        return  # CPU offload runs torch's own fused AdamW, which needs no compiler
+    if shutil.which("g++") is None or shutil.which("ninja") is None:
+        install = "install it with: apt-get install g++ ninja-build"
+        yield f"{place}: DeepSpeed compiles its NVMe access with g++ and ninja; {install}"
+        return
+    program = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }"
+    command = ["g++", "-x", "c++", "-", "-o", os.devnull, "-laio"]
+    if subprocess.run(command, input=program, text=True, capture_output=True, check=False).returncode != 0:
+        yield f"{place}: NVMe offload needs libaio and its header; install it with: apt-get install libaio-dev"
 
 
 def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
     """Compile, before anything is loaded, the code that DeepSpeed would compile later within its process group.
 
-    Raises EnvironmentMismatch with the command that installs a missing compiler or header.
+    `engine_problems` comes first: it makes ninja known, and refuses a machine without the compilers.
     """
-    # pip installs ninja next to python, which is not on the PATH of an environment that is not activated.
-    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
-    _require_disk_access(strategy, on_cpu)
+    if "nvme" in strategy.offload_devices.values():
+        compile_ahead("AsyncIOBuilder", ("async_io", "pin_memory"), on_cpu)  # the second is built first
     if on_cpu and shutil.which("g++") and shutil.which("ninja"):  # else the engine says what it misses
         compile_ahead("ShareMemCommBuilder", ("deepspeed_shm_comm",), on_cpu)
-
-
-def require_engine(strategy: Strategy, *, on_cpu: bool) -> None:
-    """Refuse a machine on which this engine runs differently. Raises EnvironmentMismatch."""
-    if on_cpu and torch.cuda.is_available():
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.name}: on a machine with GPUs DeepSpeed takes them; hide them with "
-            "CUDA_VISIBLE_DEVICES="
-        )
-
-
-def _require_disk_access(strategy: Strategy, on_cpu: bool) -> None:
-    if "nvme" not in strategy.offload_devices.values():
-        return  # CPU offload runs torch's own fused AdamW, which needs no compiler
-    if shutil.which("g++") is None or shutil.which("ninja") is None:
-        what = "DeepSpeed compiles its NVMe access with g++ and ninja"
-        raise _missing(strategy, what, "apt-get install g++ ninja-build")
-    program = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }"
-    command = ["g++", "-x", "c++", "-", "-o", os.devnull, "-laio"]
-    if subprocess.run(command, input=program, text=True, capture_output=True, check=False).returncode != 0:
-        raise _missing(strategy, "NVMe offload needs libaio and its header", "apt-get install libaio-dev")
-    compile_ahead("AsyncIOBuilder", ("async_io", "pin_memory"), on_cpu)  # the second is built first
-
-
-def _missing(strategy: Strategy, what: str, remedy: str) -> EnvironmentMismatch:
-    return EnvironmentMismatch(f"accelerate_config: {strategy.name}: {what}; install it with: {remedy}")
 
 
 def compile_ahead(builder: str, folders: Sequence[str], on_cpu: bool) -> None:
@@ -102,25 +106,6 @@ def compile_ahead(builder: str, folders: Sequence[str], on_cpu: bool) -> None:
         # As DeepSpeed asks: without a compiler it does without.
         if op_builder is not None and deepspeed.ops.__compatible_ops__.get(op_builder.NAME, False):
             op_builder.load(verbose=False)
-
-
-def _let_fp16_run_on_cpu() -> None:
-    """Let the engine take fp16 on a CPU: torch computes it, and DeepSpeed 0.19 refuses it.
-
-    Its accelerator says that a CPU has no fp16 unless oneDNN has own kernels for it. DeepSpeed accepts another
-    accelerator through `set_accelerator`. Ours is its own, with one other answer.
-    """
-    with silenced_deepspeed():
-        from deepspeed.accelerator import set_accelerator
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    class WithHalves(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed is not typed
-        """The CPU, with torch's fp16."""
-
-        def is_fp16_supported(self) -> bool:
-            return True
-
-    set_accelerator(WithHalves())
 
 
 def own_builds() -> Path:

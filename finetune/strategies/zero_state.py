@@ -58,7 +58,11 @@ def trained_pieces(engine: Any) -> dict[str, dict[str, Piece]]:
             if key in owned.state:
                 moment = _copy(owned.state[key][owned.within])
                 optimizer[f"{owned.name}:{key}"] = Piece(moment, owned.shape, owned.start)
-    return {"model": model, "optimizer": optimizer | _steps(engine)}
+    counts = [state["step"] for state in engine.basic_optimizer.state.values() if "step" in state]
+    if counts and torch.distributed.get_rank() == 0:
+        names = (name for name, parameter in engine.module.named_parameters() if parameter.requires_grad)
+        optimizer |= {f"{name}:step": Piece(_copy(counts[0]).reshape(1), (), 0) for name in names}
+    return {"model": model, "optimizer": optimizer}
 
 
 def load_pieces(engine: Any, model: Mapping[str, Stored], optimizer: Mapping[str, Stored]) -> None:
@@ -126,52 +130,32 @@ def _copy(values: Tensor) -> Tensor:
     return values.detach().to("cpu", copy=True)
 
 
-def _steps(engine: Any) -> dict[str, Piece]:
-    if torch.distributed.get_rank() != 0:
-        return {}
-    counts = [state["step"] for state in engine.basic_optimizer.state.values() if "step" in state]
-    names = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
-    if counts:
-        return {f"{name}:step": Piece(_copy(counts[0]).reshape(1), (), 0) for name in names}
-    return {}
-
-
 def _owned(engine: Any, *, writing: bool) -> Iterator[_Owned]:
     """This rank's ranges one by one; each is valid until the next is requested."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    if engine.zero_optimization_stage() == 3:
-        yield from _owned_stage3(engine.optimizer, engine.basic_optimizer, names, writing)
-    else:
-        yield from _owned_flat(engine, names, writing)
-
-
-def _owned_flat(engine: Any, names: Mapping[int, str], writing: bool) -> Iterator[_Owned]:
-    """ZeRO-1 and 2: parameters end to end, split into equal partitions regardless of where parameters end."""
-    basic = engine.basic_optimizer
-    states = [_state(basic, group["params"][0], make=writing) for group in basic.param_groups]
-    for parameter in engine.module.parameters():
-        # Not public; deepspeed.utils gives full parameters only, by an all-reduce that turns -0 into 0.
-        mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is None or not parameter.requires_grad:
-            continue
-        start, within = mapping.lp_fragment_address.start, mapping.hp_fragment_address
-        yield _Owned(
-            name=names[id(parameter)],
-            shape=tuple(parameter.shape),
-            start=start,
-            master=mapping.hp_fragment.detach(),
-            state=states[mapping.param_group_index],
-            flat=basic.param_groups[mapping.param_group_index]["params"][0],
-            within=slice(within.start, within.start + within.numel),
-        )
-
-
-def _owned_stage3(optimizer: Any, basic: Any, names: Mapping[int, str], writing: bool) -> Iterator[_Owned]:
-    """ZeRO-3: every parameter in equal ranges, the last ones padded; sub-groups share one flat partition.
-
-    These are the private methods of the engine's own update. Nothing public brings optimizer state from a disk into
-    memory before there is any, or the masters' values into the weights.
-    """
+    basic, optimizer = engine.basic_optimizer, engine.optimizer
+    if engine.zero_optimization_stage() < 3:
+        # Parameters end to end, split into equal partitions regardless of where parameters end.
+        states = [_state(basic, group["params"][0], make=writing) for group in basic.param_groups]
+        for parameter in engine.module.parameters():
+            # Not public; deepspeed.utils gives full parameters only, by an all-reduce that turns -0 into 0.
+            mapping = getattr(parameter, "_hp_mapping", None)
+            if mapping is None or not parameter.requires_grad:
+                continue
+            start, within = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+            yield _Owned(
+                name=names[id(parameter)],
+                shape=tuple(parameter.shape),
+                start=start,
+                master=mapping.hp_fragment.detach(),
+                state=states[mapping.param_group_index],
+                flat=basic.param_groups[mapping.param_group_index]["params"][0],
+                within=slice(within.start, within.start + within.numel),
+            )
+        return
+    # ZeRO-3: every parameter in equal ranges, the last ones padded; sub-groups share one flat partition. These are the
+    # private methods of the engine's own update. Nothing public brings optimizer state from a disk into memory before
+    # there is any, or the masters' values into the weights.
     rank = torch.distributed.get_rank()
     for index, parameters in enumerate(optimizer.fp16_groups):
         swapped = optimizer._swappable_optimizer_subgroup(index)

@@ -422,7 +422,11 @@ class SpanFinder:
         stop = texts_end + len(closing)
         if not whole.text.startswith(closing, texts_end):  # history closes the turn with another token than the model
             stop = texts_end + self._common_pieces(closing, whole.text[texts_end:])
-        self._check_alone(whole, index, (start, stop))
+        for position, message in whole.marked.places:
+            if message == index and not start <= position <= stop:
+                raise OmittedFromHistory("writes in several places", index)
+            if message != index and start < position < stop:
+                raise OmittedFromHistory("writes other messages inside", index)
         return start, stop
 
     def _common_pieces(self, closing: str, text: str) -> int:
@@ -451,15 +455,6 @@ class SpanFinder:
         return length
 
     # -- checks ------------------------------------------------------------------------------------------------------
-
-    def _check_alone(self, whole: _Chat, index: int, span: Span) -> None:
-        """Raises OmittedFromHistory if a span holds another message's text, or lacks a part of its own."""
-        start, stop = span
-        for position, message in whole.marked.places if whole.marked else ():
-            if message == index and not start <= position <= stop:
-                raise OmittedFromHistory("writes in several places", index)
-            if message != index and start < position < stop:
-                raise OmittedFromHistory("writes other messages inside", index)
 
     def _check_kept(self, whole: _Chat, tools: Tools, supervised: Collection[int]) -> None:
         """Raises BadRow if the template leaves out a message's text or call."""
@@ -501,10 +496,6 @@ class SpanFinder:
             return ""
         return rest[: token.end()]
 
-    def _always_asks(self, messages: Messages) -> bool:
-        """Whether the template writes the header for the next answer even without add_generation_prompt."""
-        return self._render(messages, None) == self._render(messages, None, generation_prompt=True)
-
     # -- the template's habits ---------------------------------------------------------------------------------------
 
     def _habits(self, tools: Tools) -> _Habits:
@@ -531,7 +522,9 @@ class SpanFinder:
             headers[0] = self._header_after(ended, followed)
             turn_end = ended[: self._common_pieces(ended, followed)]
             own_tokens = [*self.special.finditer(turn_end)]
-            if ended[len(turn_end) :].strip() and self._always_asks([question, answer]):
+            if ended[len(turn_end) :].strip() and self._render([question, answer], None) == self._render(
+                [question, answer], None, generation_prompt=True
+            ):
                 # The common part goes on into the next header: <end>\\n<bot> and <end>\\n<user> share <.
                 own_tokens = own_tokens[:1]
             if own_tokens:  # else the last turn has a stop token of its own

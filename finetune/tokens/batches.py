@@ -16,17 +16,6 @@ import torch
 from finetune.tokens.encoder import IGNORE
 from finetune.tokens.mixture import ROW_ORDER, seeded_order
 
-__all__ = [
-    "Answers",
-    "Documents",
-    "MicroBatch",
-    "changed_tensors",
-    "micro_batches",
-    "prefetch",
-    "rows_of_step",
-    "without_learning",
-]
-
 
 class MicroBatch(TypedDict):
     """One forward's input: flat [1, tokens] with all rows' documents, or [rows, longest] padded right.
@@ -221,21 +210,17 @@ def _wait_for_copy(batch: MicroBatch, is_copied: torch.Event) -> MicroBatch:
         tensor.record_stream(present_stream)
         return tensor
 
-    return changed_tensors(batch, use)
+    waited_for: MicroBatch = changed_tensors(batch, use)
+    return waited_for
 
 
-def changed_tensors(batch: MicroBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-    """The batch with each tensor replaced by `change` of it, also in its answers."""
-    result: Any = {key: _changed(value, change) for key, value in batch.items()}
-    return result  # type: ignore[no-any-return]  # the keys are the batch's
-
-
-def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Answers):
-        parts = {member.name: getattr(value, member.name) for member in fields(value)}
-        return replace(value, **{name: _changed(part, change) for name, part in parts.items()})
-    if isinstance(value, dict):  # the mismatched batch
-        return changed_tensors(value, change)  # type: ignore[arg-type]
-    return value
+def changed_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch with each tensor replaced by `change` of it, also in its answers and their mismatched batch."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, dict):
+        return {key: changed_tensors(value, change) for key, value in batch.items()}
+    if isinstance(batch, Answers):
+        parts = {member.name: getattr(batch, member.name) for member in fields(batch)}
+        return replace(batch, **changed_tensors(parts, change))
+    return batch

@@ -52,18 +52,8 @@ ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i
           "files": "<i4", "rows": "<i8"}  # fmt: skip
 ANSWER_ARRAYS = {"first": "<i8", "first_supervised": "<i8", "desirable": "|b1"}
 COUNTS = (
-    "rows_read",
-    "documents",
-    "truncated",
-    "tokens_cut",
-    "dropped",
-    "unanswered",
-    "longest_unanswered",
-    "identical",
-    "identical_cut",
-    "texts_split",
-    "control_token_texts",
-    "largest_token_id",
+    *"rows_read documents truncated tokens_cut dropped unanswered longest_unanswered identical identical_cut".split(),
+    *"texts_split control_token_texts largest_token_id".split(),
     *REMARKS,
 )
 
@@ -89,10 +79,6 @@ class StoredDocuments:
 
     def __len__(self) -> int:
         return len(self.supervised)
-
-    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """A document's (input_ids, labels), int64; for a pair, the chosen document's."""
-        return self.documents(index)[0]
 
     def documents(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(input_ids, labels), int64: one document's, or both documents' for a pair."""
@@ -172,7 +158,10 @@ def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
 
 def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
     """Tokenise a data set into the folder. Raises DataError with every mistake."""
-    check_set_variables(source, encoder)
+    try:
+        encoder.check_variables(source.entry.chat_template_kwargs)
+    except RowError as error:
+        raise DataError([f"{source.name}: {error}"]) from None
     aside = folder.with_suffix(".partial")  # the lock makes it ours; a killed process may have left files in it
     remove_folder(aside)
     aside.mkdir()
@@ -195,20 +184,12 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
                 if not mistakes.count:
                     writer.add(unit, documents)
         mistakes.raise_if_any()
-        writer.close(reader.facts(encoder.template_reads), encoder.token_ids(writer.stops))
+        writer.close(reader.facts(lambda key: encoder.template.reads(key)), encoder.token_ids(writer.stops))
         remove_folder(folder)
         aside.rename(folder)
     finally:
         writer.abandon()
         remove_folder(aside)
-
-
-def check_set_variables(source: Source, encoder: Encoder) -> None:
-    """Raises DataError, once for the data set, if the chat template lacks one of its variables."""
-    try:
-        encoder.check_variables(source.entry.chat_template_kwargs)
-    except RowError as error:
-        raise DataError([f"{source.name}: {error}"]) from None
 
 
 class Unit(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,7 +162,13 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
             raise DataError([nothing_left(f"data.{key}", counts, data.max_length)])
     split = split_documents(pool, entries, train_sets, data.eval, seed)
     if data.unit == "judged":
-        pool.two_answers = _two_answers(pool, split)
+        read = (pool.document(int(index)) for index in np.unique(split.train))
+        first = next(read)
+        answer = answer_of(*(part.tolist() for part in first))
+        second = next((other for other in read if answer_of(*(part.tolist() for part in other)) != answer), None)
+        if second is None:
+            raise DataError([ONE_ANSWER])
+        pool.two_answers = (first, second)
     capacity: int | None = None  # one document a row
     if data.packing and data.unit == "documents":
         capacity = data.max_length  # a preference row stays one pair or one judged answer: its micro-batches are packed
@@ -185,7 +191,9 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     if isinstance(data.eval, EvalFraction) and len(pool.lengths) <= MOST_COMPARED:
         facts["eval_questions_trained_on"] = _questions_in_both(pool, split)
     if recipe.model.new_tokens:
-        facts["new_tokens_unused"] = _unused_tokens(recipe.model.new_tokens, tokenizer, stores)
+        ids: dict[str, Any] = {token: tokenizer.convert_tokens_to_ids(token) for token in recipe.model.new_tokens}
+        unused = unused_ids(ids.values(), (store.tokens for store in stores))
+        facts["new_tokens_unused"] = [token for token, number in ids.items() if number in unused]
     ends = (stop for store in stores for stop in store.facts["stops"])
     conversation = encoder.conversation(ends, [store.facts["rows"] for store in stores[:train_sets]])
     eval_key = data.eval.fraction if isinstance(data.eval, EvalFraction) else None
@@ -278,22 +286,6 @@ def _questions_in_both(pool: DocumentPool, split: Split) -> int:
     return sum(question(index) in trained for index in split.held_out.tolist())
 
 
-def _answer(document: tuple[np.ndarray, np.ndarray]) -> list[int]:
-    ids, labels = document
-    return answer_of(ids.tolist(), labels.tolist())
-
-
-def _two_answers(pool: DocumentPool, split: Split) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """The first training document, and the first whose answer is another. Raises DataError if there is none."""
-    documents = (pool.document(int(index)) for index in np.unique(split.train))
-    first = next(documents)
-    answer = _answer(first)
-    for document in documents:
-        if _answer(document) != answer:
-            return first, document
-    raise DataError([ONE_ANSWER])
-
-
 def _check_metric(recipe: Recipe, held_out: Rows | None, eval_sets: dict[str, Rows]) -> None:
     """Raises DataError if an evaluation metric decides something, and no held-out row measures it."""
     training = recipe.training
@@ -356,18 +348,15 @@ def _facts(
     }
 
 
-def _unused_tokens(
-    tokens: list[str], tokenizer: PreTrainedTokenizerBase, stores: Sequence[StoredDocuments]
-) -> list[str]:
-    """The new tokens that no document contains."""
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
-    missing = set(ids.values())
-    for store in stores:
-        for start in range(0, len(store.tokens), SCANNED):
-            if not missing:
-                return []
-            missing -= set(np.intersect1d(store.tokens[start : start + SCANNED], [*missing]).tolist())
-    return [token for token, number in ids.items() if number in missing]
+def unused_ids(ids: Iterable[int], parts: Iterable[np.ndarray]) -> set[int]:
+    """The token ids that are in no part of the data."""
+    unused = {*ids}
+    for tokens in parts:
+        for start in range(0, len(tokens), SCANNED):
+            if not unused:
+                return unused
+            unused -= {*np.intersect1d(tokens[start : start + SCANNED], [*unused]).tolist()}
+    return unused
 
 
 def _sample_prompts(

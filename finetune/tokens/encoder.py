@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from finetune.recipe.schema import Data, ModelSection
 from finetune.tokens.assistant_spans import Rendered, SpanFinder
 from finetune.tokens.chat_template import ChatTemplate, Form, read_source
 from finetune.tokens.conversation import Conversation
-from finetune.tokens.marks import OmittedFromHistory, ReasoningAfterClosedBlock, Span, texts_of
+from finetune.tokens.marks import OmittedFromHistory, ReasoningAfterClosedBlock, texts_of
 from finetune.tokens.tokenizer import IGNORE, Document, Script, TextTokenizer
 
 if TYPE_CHECKING:
@@ -139,7 +139,17 @@ class Encoder:
 
     def script(self, read: Chat | Passage) -> Script:
         """A document's text and its supervised spans. Raises RowError."""
-        script = self._passage_script(read) if isinstance(read, Passage) else self._chat_script(read)
+        if isinstance(read, Chat):
+            script = self._chat_script(read)
+        else:
+            end = self._tokenizer.eos_token
+            if not end:
+                raise RowError("the tokenizer has no end-of-text token to supervise; use one that has an eos_token")
+            # People add an end-of-text token by hand. With the tokenizer's own one it would be there twice.
+            text = read.prompt + read.completion.removesuffix(end)
+            span = (0 if self._data.train_on == "all" else len(read.prompt), len(text))
+            literals, is_text = self.texts.literals(text), not read.prompt
+            script = Script(text, [span], literals, is_text=is_text, affixes=True, stops=(end,))
         if not script.supervised:
             raise RowError("nothing in this row is supervised; give an assistant turn the weight 1, or remove the row")
         return script
@@ -149,7 +159,7 @@ class Encoder:
         variables = self._data.chat_template_kwargs
         form = self.template.forms(variables, tools=False)[0]
         finder = self._finder(variables, form)
-        text = self.template.render(messages, None, generation_prompt=True, variables=variables, form=form)
+        text = self.template.render(messages, generation_prompt=True, variables=variables, form=form)
         return self.texts.tokenise_cut(Script(text, [], finder.find_literals(messages, None, text))).input_ids
 
     @property
@@ -245,22 +255,6 @@ class Encoder:
                 SpanFinder(render, self.texts.special, own_ends).find(_PROBE, None, [1])
         return ends
 
-    def _passage_script(self, passage: Passage) -> Script:
-        end = self._tokenizer.eos_token
-        if not end:
-            raise RowError("the tokenizer has no end-of-text token to supervise; use one that has an eos_token")
-        # People add an end-of-text token by hand. With the tokenizer's own one it would be there twice.
-        text = passage.prompt + passage.completion.removesuffix(end)
-        start = 0 if self._data.train_on == "all" else len(passage.prompt)
-        return Script(
-            text,
-            [(start, len(text))],
-            self.texts.literals(text),
-            is_text=not passage.prompt,
-            affixes=True,
-            stops=(end,),
-        )
-
     def _chat_script(self, chat: Chat) -> Script:
         train_on = self._data.train_on
         answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
@@ -279,9 +273,22 @@ class Encoder:
             rendered = self._find_spans(changed, chat, indices)
         for index in chosen:
             self._check_reasoning(chat, index, rendered)
-        remarks, stops = self._remarks(chat, chosen, rendered), tuple(sorted(rendered.stops))
-        supervised = self._supervised_spans(chosen, rendered)
-        return Script(rendered.text, supervised, rendered.literals, remarks=remarks, stops=stops)
+        remarks = []
+        if any(index in rendered.differing for index in chosen):
+            remarks.append(OTHERWISE)
+        is_switched_off = any(switch in message["content"] for message in chat.messages for switch in _SWITCHES)
+        has_reasoning = any(reasoning_of(chat.messages[index]).strip() for index in chosen)
+        if not has_reasoning and not is_switched_off and self._thinking_changes(chat.template_kwargs, False):
+            remarks.append(UNREASONED)
+        supervised = [rendered.turns[index] for index in chosen]
+        if train_on == "all":
+            # All except the other turns: turns at 10 to 20 and 30 to 40 in 45 characters, the first one not chosen,
+            # give (0, 10) and (20, 45).
+            others = (span for index, span in rendered.turns.items() if index not in chosen)
+            edges = [0, *chain.from_iterable(others), len(rendered.text)]
+            supervised = [span for span in zip(edges[::2], edges[1::2], strict=True) if span[0] < span[1]]
+        stops = tuple(sorted(rendered.stops))
+        return Script(rendered.text, supervised, rendered.literals, remarks=tuple(remarks), stops=stops)
 
     def _find_spans(self, messages: list[dict[str, Any]], chat: Chat, indices: list[int]) -> Rendered:
         """Render the chat in the template's form, with its spans. Raises RowError."""
@@ -304,29 +311,13 @@ class Encoder:
         if _without_space(reasoning) in _without_space(rendered.text[start:end]):
             return
         if index + 1 < len(chat.messages):  # as at inference, templates write only the last turn's reasoning
-            alone = replace(chat, messages=chat.messages[: index + 1], supervised=[*chat.supervised[:index], True])
-            if self._works(alone, index):
-                raise OmittedFromHistory("leaves out the reasoning of", index)
+            alone = replace(chat, messages=chat.messages[: index + 1], supervised=[False] * index + [True])
+            try:
+                self._chat_script(alone)
+            except RowError:
+                raise ReasoningLeftOut(index) from None
+            raise OmittedFromHistory("leaves out the reasoning of", index)
         raise ReasoningLeftOut(index)
-
-    def _works(self, chat: Chat, index: int) -> bool:
-        """Whether a turn in this chat can be supervised completely."""
-        try:
-            only_this = [position == index for position in range(len(chat.messages))]
-            self._chat_script(replace(chat, supervised=only_this))
-        except RowError:
-            return False
-        return True
-
-    def _remarks(self, chat: Chat, chosen: list[int], rendered: Rendered) -> tuple[str, ...]:
-        remarks = []
-        if any(index in rendered.differing for index in chosen):
-            remarks.append(OTHERWISE)
-        is_switched_off = any(switch in message["content"] for message in chat.messages for switch in _SWITCHES)
-        has_reasoning = any(reasoning_of(chat.messages[index]).strip() for index in chosen)
-        if not has_reasoning and not is_switched_off and self._thinking_changes(chat.template_kwargs, False):
-            remarks.append(UNREASONED)
-        return tuple(remarks)
 
     def variables_for_server(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Template variables that a request to a server must name, so that it writes a chat as this encoder does.
@@ -361,33 +352,12 @@ class Encoder:
             self._asks[key] = len(prompts) == 2
         return self._asks[key]
 
-    def _supervised_spans(self, chosen: list[int], rendered: Rendered) -> list[Span]:
-        """The chosen turns' spans. With train_on: all, everything except the other turns.
-
-        Turns at 10 to 20 and 30 to 40 in 45 characters, the first one not chosen: [(0, 10), (20, 45)].
-        """
-        turns = rendered.turns
-        if self._data.train_on != "all":
-            return [turns[index] for index in chosen]
-        if not chosen:
-            return []
-        edges = [0]
-        for index, span in turns.items():
-            if index not in chosen:
-                edges += span
-        edges.append(len(rendered.text))
-        return [span for span in zip(edges[::2], edges[1::2], strict=True) if span[0] < span[1]]
-
     @property
     def template(self) -> ChatTemplate:
         """The recipe's or the tokenizer's chat template. Raises DataError without one."""
         if self._template is None:
             self._template = ChatTemplate(self._tokenizer, self._data.chat_template, self._data.date_string)
         return self._template
-
-    def template_reads(self, key: str) -> bool:
-        """Whether the chat template reads this message key."""
-        return self.template.reads(key)
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """Raises RowError for a variable that the chat template lacks, or a text with a control token."""

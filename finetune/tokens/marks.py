@@ -57,9 +57,8 @@ class Marked:
 
     text: str
     first: dict[int, int] = field(default_factory=dict)
-    opened: set[int] = field(
-        default_factory=set
-    )  # messages whose first mark is an opening one: nothing is cut off there
+    # Messages whose first mark is an opening one: nothing is cut off there.
+    opened: set[int] = field(default_factory=set)
     last: dict[int, int] = field(default_factory=dict)
     begun: set[Part] = field(default_factory=set)  # parts with their beginning in the text
     ended: set[Part] = field(default_factory=set)  # parts with their end in the text

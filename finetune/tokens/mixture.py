@@ -53,9 +53,8 @@ class DocumentPool:
         return np.arange(self.starts[store], self.starts[store + 1])
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels), int64, unshifted."""
-        store, local_index = self._locate(index)
-        return store.document(local_index)
+        """(input_ids, labels), int64, unshifted; for a pair, the chosen document's."""
+        return self.documents(index)[0]
 
     def documents(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(input_ids, labels), int64, unshifted: one document's, or both documents' for a preference pair."""
@@ -119,7 +118,7 @@ class Rows:
 
     lengths: np.ndarray  # int64 [rows]: tokens
     supervised: np.ndarray  # int64 [rows]: supervised tokens
-    _pool: DocumentPool
+    pool: DocumentPool
     _offsets: np.ndarray  # int64 [rows + 1], into _members
     _members: np.ndarray  # int64 [documents]
     is_all_supervised: bool = False  # prompts too, for the worst step: the most logits that the head can compute
@@ -129,12 +128,12 @@ class Rows:
 
     def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each document's (input_ids, labels) in a row, int64, unshifted."""
-        documents = [document for index in self.members(row) for document in self._pool.documents(index)]
+        documents = [document for index in self.members(row) for document in self.pool.documents(index)]
         return [(ids, ids) for ids, _ in documents] if self.is_all_supervised else documents
 
     def places(self, row: int) -> list[str]:
         """Each document's file:line in a row."""
-        return [self._pool.place(index) for index in self.members(row)]
+        return [self.pool.place(index) for index in self.members(row)]
 
     def units(self, rows: np.ndarray | Sequence[int]) -> np.ndarray:
         """Each row's document in the pool. Only for rows with one document: a preference pair or a judged answer."""
@@ -144,7 +143,7 @@ class Rows:
     @property
     def two_answers(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         """For judged answers: two training documents with different answers. None for the worst step."""
-        return () if self.is_all_supervised else self._pool.two_answers
+        return () if self.is_all_supervised else self.pool.two_answers
 
     def subset(self, rows: Sequence[int]) -> Rows:
         """Only these rows, in this order."""
@@ -152,12 +151,7 @@ class Rows:
         offsets = np.cumsum([0, *map(len, members)]).astype(np.int64)
         flat = np.asarray([index for indices in members for index in indices], dtype=np.int64)
         chosen = np.asarray(rows, dtype=np.int64)
-        return Rows(self.lengths[chosen], self.supervised[chosen], self._pool, offsets, flat)
-
-    @property
-    def pool(self) -> DocumentPool:
-        """The pool that holds the rows' documents."""
-        return self._pool
+        return Rows(self.lengths[chosen], self.supervised[chosen], self.pool, offsets, flat)
 
     def members(self, row: int) -> list[int]:
         """A row's documents, as indices into the pool."""

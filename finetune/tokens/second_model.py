@@ -16,13 +16,11 @@ from finetune.library_errors import library_errors, not_loaded
 from finetune.recipe.schema import ModelSection, Recipe
 from finetune.recipe.sections.preferences import names_second_model
 from finetune.recipe.yaml_text import shown
-from finetune.tokens.dataset import tokenizer_here
+from finetune.tokens.dataset import tokenizer_here, unused_ids
 from finetune.untrusted.model_folder import look_at_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SEARCHED_AT_A_TIME = 2**20  # tokens
 
 
 def reference_section(recipe: Recipe) -> ModelSection:
@@ -87,11 +85,7 @@ def refuse_other_tokens(
             theirs = {number: token for token, number in read_tokenizer(model).get_vocab().items()}
     differing = {number: token for token, number in own.get_vocab().items() if theirs.get(number) != token}
     added = [number for number in differing if number in own.added_tokens_decoder]
-    unused = set(added)
-    for tokens in used if added else ():
-        for start in range(0, len(tokens), SEARCHED_AT_A_TIME):
-            unused -= {*np.intersect1d(tokens[start : start + SEARCHED_AT_A_TIME], added).tolist()}
-    if wrong := sorted(differing.keys() - unused):
+    if wrong := sorted(differing.keys() - unused_ids(added, used)):
         other_token = shown(theirs[wrong[0]]) if wrong[0] in theirs else "none"
         raise FinetuneError(
             f"{place}: {name} has another tokenizer: token {wrong[0]} is {shown(differing[wrong[0]])} in the model's "

@@ -143,7 +143,14 @@ class TextTokenizer:
         <user>|What is <end>?|<end><bot>|A token.<end>    the pieces; the second one is tokenised as text
         """
         text = script.text
-        literal_stretches = self._literal_stretches(script)
+        # The stretches between the template's own control tokens in which a text spells a control token.
+        own_tokens = sorted({*self.literals(text)}.difference(script.literals)) if script.literals else []
+        own_edges = [0, *(edge for span in own_tokens for edge in span), len(text)]
+        literal_stretches = [
+            (begin, end)
+            for begin, end in zip(own_edges[::2], own_edges[1::2], strict=True)
+            if any(begin <= start and stop <= end for start, stop in script.literals)
+        ]
         edges = sorted({0, len(text), *(edge for span in [*script.supervised, *literal_stretches] for edge in span)})
         ids: list[int] = []
         token_at = {0: 0}  # a piece's edge in characters -> in tokens
@@ -157,18 +164,6 @@ class TextTokenizer:
             token_at[end] = len(ids)
         spans = [(token_at[start], token_at[end]) for start, end in script.supervised]
         return self._finish(script, ids, spans)
-
-    def _literal_stretches(self, script: Script) -> list[Span]:
-        """The stretches between the template's own control tokens, if a text in them spells a control token."""
-        if not script.literals:
-            return []
-        own_tokens = sorted(set(self.literals(script.text)).difference(script.literals))
-        begins, ends = [0, *(end for _, end in own_tokens)], [*(start for start, _ in own_tokens), len(script.text)]
-        return [
-            (begin, end)
-            for begin, end in zip(begins, ends, strict=True)
-            if any(begin <= start and stop <= end for start, stop in script.literals)
-        ]
 
     def _tokenise_piece(self, text: str, *, as_text: bool, first: bool) -> list[int]:
         """Tokenise a piece of a longer text, without a space before it.
@@ -188,8 +183,18 @@ class TextTokenizer:
         """Make the document. Raises BadRow if its supervised tokens do not decode to the rendered text."""
         labels = [IGNORE] * len(ids)
         for (start, end), (first, last) in zip(script.supervised, spans, strict=True):
-            self._check_decoded(ids[first:last], script.text[start:end])
             labels[first:last] = ids[first:last]
+            text, decoded = script.text[start:end], self.decode(ids[first:last])
+            if decoded == text or self._tokenizer.unk_token_id in ids[first:last]:
+                continue
+            expected = text
+            if normalizer := self._tokenizer.backend_tokenizer.normalizer:
+                expected = normalizer.normalize_str(text)
+            if self._puts_space:  # before the text and after each control token; decoding does not remove all
+                decoded, expected = ("".join(words.replace("▁", " ").split(" ")) for words in (decoded, expected))
+            if decoded != expected:
+                shown = f"{text[:40]!r} back as {decoded[:40]!r}"
+                raise BadRow(f"the tokenizer reads {shown}; use the model's own tokenizer")
         if script.affixes:
             end_id = self._tokenizer.eos_token_id
             ids, labels = [*self.start_ids, *ids, end_id], [IGNORE] * len(self.start_ids) + [*labels, end_id]
@@ -200,20 +205,6 @@ class TextTokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """These tokens' text."""
         return str(self._tokenizer.decode(ids, skip_special_tokens, clean_up_tokenization_spaces=False))
-
-    def _check_decoded(self, ids: list[int], text: str) -> None:
-        """Raises BadRow if tokens decode to another text, as with another model's tokenizer."""
-        decoded = self.decode(ids)
-        if decoded == text or self._tokenizer.unk_token_id in ids:
-            return
-        normalizer = self._tokenizer.backend_tokenizer.normalizer
-        expected = text
-        if normalizer:
-            expected = normalizer.normalize_str(text)
-        if self._puts_space:  # before the text and after each control token; decoding does not remove all
-            decoded, expected = ("".join(words.replace("▁", " ").split(" ")) for words in (decoded, expected))
-        if decoded != expected:
-            raise BadRow(f"the tokenizer reads {text[:40]!r} back as {decoded[:40]!r}; use the model's own tokenizer")
 
 
 def _token_spans(encoding: Any, supervised: Sequence[Span]) -> list[Span] | None:

@@ -13,7 +13,7 @@ from finetune.launch.plan_request import PlanRequest, ask_once, ask_planner
 from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory, memory_of
 from finetune.measure.phases import Phase, Phases, peak_bytes, peak_reserved
 from finetune.measure.units import GIB, PHASES
-from finetune.strategies.accelerator import device_of
+from finetune.strategies.machine import device_of
 from finetune.training.agreement import Agreed
 from finetune.training.watchdog import Progress
 from finetune.training.worst_step import longest_groups, micro_steps_to_try

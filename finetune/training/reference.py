@@ -149,7 +149,7 @@ def keep_second_model(agreed: Agreed, accelerator: Accelerator, terminal: Termin
     kernel = choose_flash_kernel(other, device, dtype, widest_head(decoder.config))
     with deterministic_algorithms(recipe.training.deterministic, device):
         # It takes no training step, so its layers are compiled without gradients alone.
-        uncompiled = CompiledLayers(required=False, log=terminal.log, stopped="a reference trains nothing")
+        uncompiled = CompiledLayers(required=False, say=terminal.log, stopped="a reference trains nothing")
         assembled.model.train()  # not chained: DeepSpeed's train() returns None
         compare_fast_paths(forwards, assembled, uncompiled, kernel)
         with kernel.active():

@@ -7,8 +7,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.generation.generate import Answer, may_share_a_batch
+from finetune.generation.generate import Answer
 from finetune.generation.held_out import Batching, generated_answers, scores_on_all
+from finetune.generation.settings import may_share_a_batch
 from finetune.scoring.metrics import unread, unread_in_words
 from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.assemble import Assembled

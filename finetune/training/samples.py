@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from finetune.architecture.flash_kernels import FlashKernel
-from finetune.generation.generate import BATCH_TOKENS, may_share_a_batch, prompt_batches
+from finetune.generation.settings import may_share_a_batch
 from finetune.measure.metrics import eval_line, evaluation_in_words
 from finetune.strategies.accelerator import holds_on_all
 from finetune.strategies.assemble import Assembled
@@ -36,6 +36,7 @@ def look_before(agreed: Agreed, run: Run, parts: Assembled, kernel: FlashKernel)
 
 def write_samples(agreed: Agreed, run: Run, parts: Assembled, *, when: str, step: int) -> None:
     """Rank 0 writes the answers; where weights are sharded or in stages, every rank takes part in computing them."""
+    from finetune.generation.generate import BATCH_TOKENS, prompt_batches
     from finetune.generation.held_out import Batching, ScoredSet, generated_answers
 
     prompts, pipeline, accelerator = agreed.prepared.prompts, parts.pipeline, run.parts.accelerator

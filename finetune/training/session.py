@@ -26,7 +26,7 @@ from finetune.architecture.compiled.layers import CompiledLayers, compile_as_ask
 from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel, widest_head
 from finetune.base.identity import COVERS, base_identity
 from finetune.errors import EnvironmentMismatch, Stopped
-from finetune.generation.generate import penalties_of, stop_on
+from finetune.generation.settings import penalties_of, stop_on
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
 from finetune.launch.launcher import repeat_after_launcher

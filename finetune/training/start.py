@@ -1,6 +1,6 @@
 """The first three of a training's five parts, before any process group: `refuse`, `choose` and `prepare`.
 
-    refuse    settings, launch, machine, trackers and the Hub     -> Checked
+    refuse    settings, then machine and launch; storage, Hub     -> Checked
     choose    base, tokenizer, configuration, auto; the probe     -> Choices
     prepare   rows, steps, and rank 0's claim on the run folder   -> Start
 
@@ -21,7 +21,6 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from finetune.architecture import attention
-from finetune.architecture.attention import AMPERE
 from finetune.base.identity import at_recorded_commit, base_identity
 from finetune.base.location import folder_of
 from finetune.errors import RecipeError
@@ -44,28 +43,25 @@ from finetune.recipe.mixed_precision import (
     PRECISION,
     ChosenFormats,
     FastestFormat,
-    fastest_by_flags,
-    fastest_by_products,
-    fastest_on_gpu,
     in_float32,
 )
 from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 from finetune.recipe.schema import Recipe
-from finetune.recipe.sections.engine_keys import engine_notes
 from finetune.recipe.strategy import Strategy
+from finetune.recipe.strategy_fit import refuse_recipe
 from finetune.run_folder.checkpoint import read_state_of
 from finetune.run_folder.facts import MOST_RECORD_BYTES, read_state
 from finetune.run_folder.folder import (
     BASE,
-    Asked,
     Claim,
     RunIdentity,
+    RunLength,
     claim_run_folder,
     curve_identity,
     keys_at_default,
     lock_run_folder,
 )
-from finetune.strategies.accelerator import check_launch, device_of, launch_notes
+from finetune.strategies.machine import device_of, fastest_on, launch_notes, refuse_machine
 from finetune.tokens import dataset
 from finetune.tokens.conversation import CONVERSATION
 from finetune.tokens.encoder import Encoder
@@ -133,16 +129,9 @@ def refuse(loaded: LoadedRecipe, launch: Launch) -> Checked:
     """Refuse settings that this launch or machine cannot train. Reads no data and no weights. Raises FinetuneError."""
     loaded, formats = choose_formats(loaded, launch)
     recipe, device = loaded.recipe, device_of(launch)
-    strategy = check_launch(recipe, launch)
-    if recipe.report_to:
-        from finetune.report.trackers import check_trackers
-
-        check_trackers(recipe)
-    notes = [
-        *launch_notes(launch, strategy),
-        *strategy.notes,
-        *engine_notes(strategy.section("deepspeed_config"), recipe.training.mixed_precision),
-    ]
+    strategy = refuse_recipe(recipe)
+    refuse_machine(recipe, strategy, launch)
+    notes = [*launch_notes(launch, strategy), *strategy.notes]
     if recipe.hub.push:
         from finetune.hub.around_training import check_before_training
 
@@ -327,7 +316,7 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
             resume=recipe.training.resume,
             identity=identity,
             command=choices.checked.command,
-            asked=Asked(recipe.training, len(prepared.train)),
+            length=RunLength(recipe.training, len(prepared.train)),
         )
     except BaseException:
         if mirror is not None:
@@ -367,29 +356,12 @@ def choose_formats(loaded: LoadedRecipe, launch: Launch) -> tuple[LoadedRecipe, 
     """
     if not loaded.auto_formats:
         return loaded.formats_for(FastestFormat("bf16", ""))  # nothing is auto, so this is not used
-    run_dir = Path(loaded.recipe.run_dir)
-    began_with = _formats_of_run(_recorded_in(loaded.recipe)) if loaded.recipe.training.resume == "auto" else None
-    if began_with is not None:
-        return loaded.with_formats(began_with, f"the run in {run_dir} began with it", kept=True)
-    return loaded.formats_for(_fastest_on(device_of(launch)))
-
-
-def _fastest_on(device: torch.device) -> FastestFormat:
-    if device.type == "cpu":
-        from finetune.measure.product_speed import product_seconds
-
-        return fastest_by_products(fastest_by_flags(), *product_seconds([torch.bfloat16, torch.float32]))
-    has_bfloat16 = torch.cuda.get_device_capability(device) >= AMPERE
-    return fastest_on_gpu(torch.cuda.get_device_name(device), has_bfloat16=has_bfloat16)
-
-
-def _formats_of_run(run_dir: Path) -> dict[str, str] | None:
-    """The formats of the run in the folder; None if there is no run, or it records no formats."""
-    identity = (read_state(run_dir) or {"identity": {}})["identity"]
-    precision, base = identity.get(PRECISION), identity.get(BASE_FORMAT)
-    if precision in COMPUTE and base in BASE_FORMATS:
-        return {PRECISION: precision, BASE_FORMAT: base}
-    return None
+    recipe = loaded.recipe
+    if recipe.training.resume == "auto" and (state := read_state(_recorded_in(recipe))):
+        began_with = {key: state["identity"].get(key) for key in (PRECISION, BASE_FORMAT)}
+        if began_with[PRECISION] in COMPUTE and began_with[BASE_FORMAT] in BASE_FORMATS:  # older runs record none
+            return loaded.with_formats(began_with, f"the run in {Path(recipe.run_dir)} began with it", kept=True)
+    return loaded.formats_for(fastest_on(device_of(launch)))
 
 
 def slow_formats_note(recipe: Recipe, device: torch.device) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.output_stream import one_line
-from finetune.untrusted.json_files import kind_of_value, read_object, unreadable
+from finetune.untrusted.json_files import inner_values, kind_of_value, read_object, unreadable
 
 # The largest allowed. The largest models known in 2026 have 126 layers, 2^18 tokens, 53,248 inner features.
 LAYERS, HEADS, WIDTH, VOCABULARY, EXPERTS, POSITIONS = 1_000, 2**14, 2**20, 2**24, 2**14, 2**40
@@ -36,32 +36,21 @@ MOST_ENTRIES = 50_000  # in all lists and sections of a config.json
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read config.json and check its sizes. Raises FinetuneError, in one line that begins with the path."""
+    """Read config.json and check its sizes. Raises FinetuneError, in one line that begins with the path, for the first
+    value that no model can have."""
     config = read_object(path)
-    refuse_sizes(path, config)
-    return config
-
-
-def refuse_sizes(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise FinetuneError for the first value that no model can have."""
-    if _entries(config) > MOST_ENTRIES:
-        raise unreadable(path, f"holds more than {MOST_ENTRIES:,} values, which no configuration does")
+    count, level = 0, [config]
+    while level:
+        count += len(level)
+        if count > MOST_ENTRIES:
+            raise unreadable(path, f"holds more than {MOST_ENTRIES:,} values, which no configuration does")
+        level = inner_values(level)
     for place, section in _sections(config):
         for wrong in _wrong(section):
             raise unreadable(path, f"{place}{wrong}", "correct the file, or fetch it again")
         if (parameters := _parameters(section)) > MOST_PARAMETERS:
             raise unreadable(path, f"{place}its sizes make {parameters:.0e} weights, more than any model has")
-
-
-def _entries(value: Any) -> int:
-    count, level = 0, [value]
-    while level:
-        count += len(level)
-        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
-        level = [child for children in inner for child in children]
-        if count > MOST_ENTRIES:
-            break
-    return count
+    return config
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -86,7 +75,8 @@ def _wrong(section: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name} is {shown}, and must be a whole number"
             least = 0 if name in MAY_BE_ZERO else 1
             if type(value) is int and not least <= value <= most:
-                yield f"{name} is {one_line(_number(value), 40)}, and must be from {least} to {most:,}"
+                number = f"{value:,}" if abs(value) < 10**30 else "a number of more than 30 digits"
+                yield f"{name} is {one_line(number, 40)}, and must be from {least} to {most:,}"
     heads, shared = section.get("num_attention_heads"), section.get("num_key_value_heads")
     if type(heads) is int and type(shared) is int and heads % shared:
         yield f"num_attention_heads is {heads}, and must be a multiple of num_key_value_heads, {shared}"
@@ -101,22 +91,14 @@ def _values(value: Any) -> list[Any]:
     return [value]
 
 
-def _number(value: int) -> str:
-    if abs(value) < 10**30:
-        return f"{value:,}"
-    return "a number of more than 30 digits"
-
-
 def _parameters(section: Mapping[str, Any]) -> float:
     """The approximate number of weights in a decoder with these sizes."""
 
     def largest(*names: str) -> float:
         return max((float(value) for name in names for value in _values(section.get(name))), default=0.0)
 
-    hidden, layers = (
-        largest("hidden_size", "n_embd", "d_model", "dim"),
-        largest("num_hidden_layers", "n_layer", "n_layers"),
-    )
+    hidden = largest("hidden_size", "n_embd", "d_model", "dim")
+    layers = largest("num_hidden_layers", "n_layer", "n_layers")
     inner = largest("intermediate_size", "n_inner", "d_ff", "ffn_dim", "moe_intermediate_size")
     attention = largest("head_dim") * largest("num_attention_heads", "n_head")
     experts = max(1.0, largest("num_experts", "num_local_experts", "n_routed_experts"))

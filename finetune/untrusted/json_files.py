@@ -111,10 +111,14 @@ def depth_of(value: Any) -> int:
     """Levels of nesting, counted without recursion."""
     depth, level = 0, [value]
     while level:
-        depth += 1
-        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
-        level = [child for children in inner for child in children]
+        depth, level = depth + 1, inner_values(level)
     return depth
+
+
+def inner_values(level: list[Any]) -> list[Any]:
+    """The values inside the objects and lists among these."""
+    inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+    return [child for children in inner for child in children]
 
 
 class _TwiceError(Exception):

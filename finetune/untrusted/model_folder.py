@@ -38,8 +38,13 @@ def look_at_model(folder: Path, *, whole: bool = False) -> None:
     if not config.get("quantization_config"):
         for file, header in headers.items():
             _refuse_integers(file, header)
-    if (folder / INDEX).exists():
-        _refuse_missing_tensors(folder / INDEX, headers)
+    if (folder / INDEX).exists() and not (folder / SINGLE).exists():  # its files must have the tensors that it lists
+        for tensor, name in read_object(folder / INDEX, MOST_INDEX)["weight_map"].items():
+            if (folder / name) not in headers:
+                raise unreadable(folder / name, f"is not there, and {INDEX} names it")
+            if tensor not in headers[folder / name]:
+                problem = f"names {name} for {one_line(tensor, 80)}, which is not in that file"
+                raise unreadable(folder / INDEX, problem)
 
 
 def look_at_config(folder: Path) -> dict[str, Any]:
@@ -105,18 +110,6 @@ def _is_a_buffer(name: str, facts: TensorFacts) -> bool:
     return last in ("bias", "masked_bias", "position_ids", "num_batches_tracked", "mask", "attn_mask") or (
         facts.dtype in ("I64", "I32") and last != "weight"
     )
-
-
-def _refuse_missing_tensors(path: Path, headers: Mapping[Path, Mapping[str, TensorFacts]]) -> None:
-    """Refuse an index whose files lack a tensor that it lists."""
-    if (path.parent / SINGLE).exists():
-        return
-    for tensor, name in read_object(path, MOST_INDEX)["weight_map"].items():
-        header = headers.get(path.parent / name)
-        if header is None:
-            raise unreadable(path.parent / name, f"is not there, and {INDEX} names it")
-        if tensor not in header:
-            raise unreadable(path, f"names {name} for {one_line(tensor, 80)}, which is not in that file")
 
 
 # The kind of each value in adapter_config.json.

@@ -132,7 +132,7 @@ def assert_one_graph_a_kind(
     model, base = built(family, lora, recomputed, name)
     batches, said = rows(count), list[str]()
     expected = [learned(model, row) for row in batches[:4]]
-    compiled = CompiledLayers(required=True, log=said.append, backend=backend)
+    compiled = CompiledLayers(required=True, say=said.append, backend=backend)
     compile_layers(base, compiled)
     learned(model, batches[0])
     first = graphs()
@@ -182,7 +182,7 @@ def test_a_long_pass_without_gradients_has_one_graph_too(lora: bool) -> None:
     model, base = built("llama", lora, True)
     batches, counting = rows(8), Counting()
     expected = [without_gradients(model, row) for row in batches]
-    compiled = CompiledLayers(required=True, log=pytest.fail, backend=counting)
+    compiled = CompiledLayers(required=True, say=pytest.fail, backend=counting)
     compile_layers(base, compiled)
     for row, as_written in zip(batches, expected, strict=True):
         assert without_gradients(model, row) == as_written
@@ -207,7 +207,7 @@ def test_a_pass_without_gradients_goes_on_as_written(backend: Any, reason: str) 
     model, base = built("llama", False, False)
     row, said = rows(3)[1], list[str]()
     expected = without_gradients(model, row)
-    compiled = CompiledLayers(required=False, log=said.append, backend=backend)
+    compiled = CompiledLayers(required=False, say=said.append, backend=backend)
     compile_layers(base, compiled)
     with compiled.forwards():
         assert without_gradients(model, row) == expected
@@ -220,7 +220,7 @@ def test_dropout_is_drawn_from_the_steps_seed() -> None:
     """A resumed run draws it again; trying a layer draws none of it."""
     row, (model, base) = rows(3)[1], built("llama", True, False, dropout=0.3)
     expected = learned(model, row)
-    compile_layers(base, CompiledLayers(required=True, log=pytest.fail, backend=Counting()))
+    compile_layers(base, CompiledLayers(required=True, say=pytest.fail, backend=Counting()))
     first, again = learned(model, row), learned(model, row)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert_same(first, expected)
@@ -236,7 +236,7 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_written(backend: Any, re
     row = rows(3)[1]
     model, base = built("llama", False, False)
     expected, said = learned(model, row), list[str]()
-    compiled = CompiledLayers(required=False, log=said.append, backend=backend)
+    compiled = CompiledLayers(required=False, say=said.append, backend=backend)
     compile_layers(base, compiled)
     found = learned(model, row)
     assert all(torch.equal(found[name], each) for name, each in expected.items())
@@ -248,7 +248,7 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_written(backend: Any, re
     graphs = compiled.facts()["graphs"]
     assert (graphs.pop("folder"), graphs) == (os.environ.get(CACHE_VARIABLE, ""), {"found": 0, "made": 0})
     assert compiled.facts() | {"graphs": None} == none | {"left_off": compiled.stopped, "graphs": None}
-    required = CompiledLayers(required=True, log=pytest.fail, backend=backend)
+    required = CompiledLayers(required=True, say=pytest.fail, backend=backend)
     compile_layers(base, required)
     with pytest.raises(EnvironmentMismatch, match=f"LlamaDecoderLayer cannot be compiled here: .*{reason}.*: auto"):
         learned(model, row)
@@ -277,7 +277,7 @@ def test_a_compiled_layer_keeps_what_it_keeps_as_written(lora: bool) -> None:
     model, base = built("llama", lora, True)
     model(**row).backward()
     expected = kept_for_backward(model, row)
-    compile_layers(base, CompiledLayers(required=True, log=pytest.fail, backend="aot_eager_decomp_partition"))
+    compile_layers(base, CompiledLayers(required=True, say=pytest.fail, backend="aot_eager_decomp_partition"))
     model(**row).backward()
     assert kept_for_backward(model, row) <= 1.1 * expected
     assert expected < kept_for_backward(built("llama", lora, False)[0], row) / 4
@@ -303,14 +303,14 @@ def test_layers_that_keep_much_more_than_as_written_are_not_compiled() -> None:
     row, said = flat_batch([100, 50]), list[str]()
     model, base = built("llama", False, False)
     expected = learned(model, row)
-    compiled = CompiledLayers(required=False, log=said.append, backend=hoarding)
+    compiled = CompiledLayers(required=False, say=said.append, backend=hoarding)
     compile_layers(base, compiled)
     found = learned(model, row)
     assert all(torch.equal(found[name], each) for name, each in expected.items())
     (line,) = said
     assert re.search(r": compiled, LlamaDecoderLayer keeps [\d,]+ bytes for backward, as it is written [\d,]+; ", line)
     assert compiled.facts()["left_off"] == compiled.stopped
-    required = CompiledLayers(required=True, log=said.append, backend=hoarding)
+    required = CompiledLayers(required=True, say=said.append, backend=hoarding)
     compile_layers(base, required)
     learned(model, row)
     with pytest.raises(EnvironmentMismatch, match=r"^training\.compile: true: compiled, .* bytes for backward"):
@@ -319,18 +319,18 @@ def test_layers_that_keep_much_more_than_as_written_are_not_compiled() -> None:
 
 def test_a_rank_stops_where_another_has() -> None:
     said: list[str] = []
-    compiled = CompiledLayers(required=False, log=said.append, applied=True)
+    compiled = CompiledLayers(required=False, say=said.append, applied=True)
     compiled.agree(lambda own: own, CPU)
     assert (compiled.stopped, said) == (None, [])
     compiled.agree(lambda own: own + 1, CPU)
     assert compiled.stopped == "another rank has stopped, for its own reason"
-    CompiledLayers(required=False, log=said.append).agree(lambda _: pytest.fail("nothing is compiled"), CPU)
+    CompiledLayers(required=False, say=said.append).agree(lambda _: pytest.fail("nothing is compiled"), CPU)
     assert len(said) == 1
 
 
 def test_what_does_not_train_is_not_compiled() -> None:
     counting, (model, base) = Counting(), built("llama", False, False)
-    compile_layers(base, CompiledLayers(required=True, log=pytest.fail, backend=counting))
+    compile_layers(base, CompiledLayers(required=True, say=pytest.fail, backend=counting))
     with torch.no_grad():
         model(**rows(3)[1])
     model.eval()
@@ -350,7 +350,7 @@ def test_too_many_graphs_are_noticed() -> None:
     first, second = rows(3)[:2]
     with torch.autocast("cpu", torch.bfloat16):  # for which there has to be another graph
         expected = learned(model, second)
-    compiled = CompiledLayers(required=True, log=said.append, backend=counting)
+    compiled = CompiledLayers(required=True, say=said.append, backend=counting)
     compile_layers(base, compiled)
     torch._dynamo.config.recompile_limit = 1
     learned(model, first)
@@ -475,7 +475,7 @@ import json, sys
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers
 from tests.architecture.test_compiled import built, learned, rows
 model, base = built("llama", True, False)
-compiled = CompiledLayers(required=True, log=print)
+compiled = CompiledLayers(required=True, say=print)
 compile_layers(base, compiled)
 learned(model, rows(3)[1])
 print(json.dumps(compiled.facts()))

@@ -53,7 +53,7 @@ def guarded(
 ) -> tuple[Guard, CompiledLayers]:
     """Two forwards, as before a worst step."""
     guard, said = Guard(), list[str]()
-    compiled = CompiledLayers(required=False, log=said.append, backend=backend)
+    compiled = CompiledLayers(required=False, say=said.append, backend=backend)
     if backend is not None:
         compile_layers(base, compiled)
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
@@ -185,7 +185,7 @@ def test_a_fault_in_one_kind_of_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_a_kind_that_the_guard_did_not_meet_is_compared_when_it_runs() -> None:
     model, base = built(lora=True)
-    compiled = CompiledLayers(required=False, log=lambda _: None, backend=Faulty("zero"))
+    compiled = CompiledLayers(required=False, say=lambda _: None, backend=Faulty("zero"))
     compile_layers(base, compiled)
     row = flat_batch([7, 20])
     model(**row).backward()

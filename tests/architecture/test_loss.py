@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.architecture import loss as loss_module
 from finetune.architecture.loss import AS_IT_IS, LogitTransform, OwnRows, chunk_rows, summed_cross_entropy
+from finetune.architecture.operations import nested_tensors
 from finetune.measure.phases import Phases
-from finetune.planner.trace.recorder import OnOperations, tensors_in
+from finetune.planner.trace.recorder import OnOperations
 from finetune.tokens.tokenizer import IGNORE
 from tests.support.stand_ins import addmm_stand_in
 from tests.support.stand_ins.pretend_cuda import pretended_cuda
@@ -358,8 +359,8 @@ def test_float32_logits_are_written_twice_and_read_twice() -> None:
     def note(func: Any, args: tuple[Any, ...], _: dict[str, Any], run: Callable[[], Any]) -> Any:
         result = run()
         name = func._schema.name.partition("::")[2]
-        read = sum(each.nbytes for each in tensors_in(args[name == "copy_" :]) if each.numel() == whole)
-        written = sum(each.nbytes for each in tensors_in([result]) if each.numel() == whole)
+        read = sum(each.nbytes for each in nested_tensors(args[name == "copy_" :]) if each.numel() == whole)
+        written = sum(each.nbytes for each in nested_tensors([result]) if each.numel() == whole)
         few = name in ("gather", "scatter_add_", "new_full", "new_empty")
         if read + written and not (func.is_view or few or name == "mm"):
             seen.append((name, read // whole, written // whole))

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from finetune.architecture import loss as loss_module
 from finetune.architecture.loss import AS_IT_IS, LogitTransform, OwnRows, chunk_rows, summed_cross_entropy
-from finetune.planner.trace.recorder import OnOperations, tensors_in
+from finetune.architecture.operations import nested_tensors
+from finetune.planner.trace.recorder import OnOperations
 from finetune.tokens.tokenizer import IGNORE
 
 VOCABULARY, HIDDEN = 61, 16
@@ -126,7 +127,7 @@ def test_no_tensor_has_all_logits(trains_head: bool) -> None:
     def note(func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         nonlocal largest
         result = run()
-        largest = max([largest, *(tensor.numel() for tensor in tensors_in(result))])
+        largest = max([largest, *(tensor.numel() for tensor in nested_tensors(result))])
         return result
 
     with OnOperations(note):

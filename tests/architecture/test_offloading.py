@@ -169,7 +169,7 @@ def test_compiled_layers(folder: Path, method: str) -> None:
     def compiled(*, offloads: bool) -> list[dict[str, Tensor]]:
         torch._dynamo.reset()
         model, said = model_of(folder, method, offloads=offloads), list[str]()
-        layers = CompiledLayers(required=True, log=said.append, backend="aot_eager")
+        layers = CompiledLayers(required=True, say=said.append, backend="aot_eager")
         compile_layers(decoder_parts(model), layers)
         found = trained(model)
         assert (layers.stopped, len(layers.seconds), said) == (None, 1, [])

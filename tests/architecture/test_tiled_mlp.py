@@ -198,7 +198,7 @@ def test_a_tile_is_compiled_and_its_layer_is_not(tmp_path: Path, method: str) ->
     folder, counting = save_tiny(tmp_path), Counting()
     expected = trained(exact_model(folder, method, None))
     model = exact_model(folder, method, TILE)
-    compiled = CompiledLayers(required=True, log=pytest.fail, backend=counting)
+    compiled = CompiledLayers(required=True, say=pytest.fail, backend=counting)
     compile_layers(model, compiled)
     assert distance(trained(model), expected) < LIMITS[method]
     assert (counting.graphs, len(compiled.seconds), compiled.stopped) == (1, 1, None)

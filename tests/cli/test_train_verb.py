@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 
-from finetune.cli import train_verb
+from finetune.cli import train_verbs
 from finetune.cli.main import main
 from finetune.files import read_lines
 from finetune.launch import local_ranks
@@ -122,7 +122,7 @@ def test_one_process_trains_here_and_several_are_started(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(local_ranks, "count_gpus", lambda: gpus_here)
     monkeypatch.setattr(local_ranks, "run_ranks", started)
-    monkeypatch.setattr(train_verb, "train_here", trained)
+    monkeypatch.setattr(train_verbs, "train_here", trained)
     assert main(["train", *words]) == (130 if ranks is None else 3), "the exit code is handed through"
     script = [str(REPOSITORY / "finetune" / "train.py"), *words]
     assert done == ([words] if ranks is None else [script, ranks, gpus_here == 0])

@@ -18,13 +18,13 @@ from finetune.generation.generate import (
     MOST_BATCH_TOKENS,
     Answer,
     answer,
-    answering,
     greedy_answers,
     kept_bytes,
     prompt_batches,
     round_ends,
 )
 from finetune.generation.held_out import Batching, ScoredSet, generated_answers, layers_left_out, tokens_that_fit
+from finetune.generation.settings import answering
 from finetune.measure.out_of_memory import Memory, memory_of
 from finetune.scoring.metrics import Scored
 from finetune.strategies.pieces import Ranks

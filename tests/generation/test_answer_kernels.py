@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.finished_run import answer_with_fewer_kernels, models_of
 from finetune.finished_run import finished_run as open_finished
-from finetune.generation.generate import answering
+from finetune.generation.settings import answering
 from tests.support.runs.finished import finished_run
 
 # Operations that only describe a tensor anew.

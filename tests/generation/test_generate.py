@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from finetune.generation import generate
-from finetune.generation.generate import answer, answering, computing_device, greedy_answers, left_padded, stop_on
+from finetune.generation.generate import answer, computing_device, greedy_answers
+from finetune.generation.settings import answering, left_padded, stop_on
 from tests.support.models.tiny import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")

@@ -27,8 +27,8 @@ from finetune.base.location import resolve_model_path
 from finetune.cli.main import main
 from finetune.files import read_lines
 from finetune.finished_run import finished_run
-from finetune.generation.generate import penalties_of
 from finetune.generation.held_out import Batching, ScoredSet, generated_answers
+from finetune.generation.settings import penalties_of
 from finetune.hand_over.engines import hand_over
 from finetune.hand_over.gguf import write_gguf
 from finetune.hand_over.merge import merge_run

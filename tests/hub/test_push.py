@@ -30,11 +30,11 @@ from finetune.model.known_configs import full_config
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.strategy import read_strategy
+from finetune.recipe.strategy_fit import refuse_secrets
 from finetune.redaction import find_secret
 from finetune.rehearse.changes import changes, overrides
 from finetune.rehearse.shrink import Shrunk
 from finetune.run_folder.save_restore import export_adapter
-from finetune.train import refuse_secrets
 from tests.support.hub import Hub, running_hub
 from tests.support.hub.server import TOKEN, WRITER
 from tests.support.models.tiny import tiny_model, tiny_tokenizer, write_chats

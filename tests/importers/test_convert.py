@@ -17,11 +17,10 @@ from finetune.data.chat import read_row
 from finetune.data.layout import RowLayout
 from finetune.errors import RecipeError
 from finetune.importers import Imported, Level, convert, hf_trainer, known_tool, trl
-from finetune.importers.conversion import TOOLS
 from finetune.importers.foreign_config import UNKNOWN, reason_for, recipe_default
 from finetune.importers.recipe_writer import written
 from finetune.importers.shared import TEMPLATES
-from finetune.recipe.foreign_keys import covers_key, foreign_keys, known_keys
+from finetune.recipe.foreign_keys import TOOL_TITLES, covers_key, foreign_keys, known_keys
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, DataSet
 from finetune.recipe.yaml_text import parse
@@ -165,7 +164,7 @@ def test_each_table_has_each_key_once_in_an_order() -> None:
         assert len(set(keys)) == len(keys), [key for key in keys if keys.count(key) > 1]
     assert len([line for line in lines if line.kind in get_args(Level)]) > 250
     assert {line.kind for line in lines} == {*kinds, *get_args(Level)}
-    assert {line.tool for line in lines} == {*TOOLS, "transformers", "torchtune", "unsloth", "several", "older"}
+    assert {line.tool for line in lines} == {*TOOL_TITLES, "transformers", "torchtune", "unsloth", "several", "older"}
 
 
 @pytest.mark.slow

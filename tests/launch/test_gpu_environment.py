@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.errors import EnvironmentMismatch
 from finetune.launch import gpu_environment
 from finetune.launch.gpu_environment import (
     ALLOCATOR_VARIABLES,
@@ -23,7 +23,7 @@ from finetune.launch.gpu_environment import (
     share_compile_workers,
 )
 from finetune.measure.host_memory import usable_cores
-from finetune.strategies.gpu_needs import check_gpus
+from finetune.strategies.machine import gpu_problems
 from tests.support.runs.launching import ACCELERATE, ALONE, TORCHRUN
 from tests.support.runs.recipes import least, least_recipe, write_recipe
 
@@ -157,10 +157,13 @@ def test_torch_reads_what_is_set() -> None:
 def test_a_workspace_that_is_not_reproducible_is_refused(workspace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card 0")
     monkeypatch.setenv(CUBLAS_VARIABLE, workspace)
-    check_gpus(least_recipe("x"), ALONE)
-    asked = least_recipe("x", training={"deterministic": True})
-    with pytest.raises(EnvironmentMismatch, match=rf"^training.deterministic: {CUBLAS_VARIABLE}={workspace}.*; unset"):
-        check_gpus(asked, ALONE)
+    assert list(gpu_problems(least_recipe("x"), ALONE)) == []
+    deterministic = least_recipe("x", training={"deterministic": True})
+    (problem,) = gpu_problems(deterministic, ALONE)
+    assert re.match(rf"training.deterministic: {CUBLAS_VARIABLE}={workspace}.*; unset", problem)
     monkeypatch.setenv(CUBLAS_VARIABLE, ":16:8")
-    check_gpus(asked, ALONE)
+    assert list(gpu_problems(deterministic, ALONE)) == []
+    monkeypatch.delenv(CUBLAS_VARIABLE)  # a start sets it, an evaluation and `doctor` do not
+    assert list(gpu_problems(deterministic, ALONE)) == []

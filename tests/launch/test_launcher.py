@@ -18,7 +18,7 @@ def test_options_of_the_launcher_not_of_the_recipe(monkeypatch: pytest.MonkeyPat
     typed = ["python", "/env/bin/accelerate", "launch", "--config_file=a.yaml", "--num_processes", "3"]
     monkeypatch.setattr(launcher, "arguments_of", lambda process: [*typed, "finetune/train.py", "--num_processes", "9"])
     launch = read_launch({"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "3", "RANK": "2"})
-    assert (launch.asked_processes, launch.config_file) == (3, Path("a.yaml"))
+    assert (launch.requested_processes, launch.config_file) == (3, Path("a.yaml"))
     assert (launch.world_size, launch.rank, launch.is_main, launch.by_accelerate) == (3, 2, False, True)
 
 
@@ -47,7 +47,7 @@ def test_how_many_were_asked_for(
     environment = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "6", "RANK": "4"}
     monkeypatch.setattr(launcher, "_find_launcher", lambda _: (launcher.launcher_words([*options, *SCRIPT]), above))
     launch = read_launch(environment)
-    assert launch.asked_processes == requested
+    assert launch.requested_processes == requested
     assert launch.settings == tuple(f"{name}={above[name]}" for name in sorted(above))
     command = continue_command(launch, resume="auto")
     assert command.startswith("PET_NNODES=2 PET_NPROC" if launch.by_torchrun and len(above) == 2 else launch.words[0])
@@ -93,7 +93,7 @@ def test_a_rank_of_srun_continues_by_srun(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_plain_python_has_no_launcher() -> None:
     launch = read_launch({})
-    assert (launch.asked_processes, launch.config_file, launch.world_size) == (None, None, 1)
+    assert (launch.requested_processes, launch.config_file, launch.world_size) == (None, None, 1)
     assert launch.is_main
     assert not launch.by_accelerate
 
@@ -127,7 +127,7 @@ def test_one_process_of_the_train_verb_continues_by_it(monkeypatch: pytest.Monke
     words = ["/x/python", "/env/bin/finetune", "train", "my r.yaml", "training.resume=never"]
     monkeypatch.setattr(sys, "orig_argv", words)
     launch = read_launch({})
-    assert (launch.words[0], launch.recipe, launch.asked_processes) == ("finetune", "my r.yaml", None)
+    assert (launch.words[0], launch.recipe, launch.requested_processes) == ("finetune", "my r.yaml", None)
     assert continue_command(launch, resume="never") == "finetune train 'my r.yaml' training.resume=auto"
 
 

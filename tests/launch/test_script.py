@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.main import main
-from finetune.errors import FinetuneError
+from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import read_lines
 from finetune.launch import launcher
 from finetune.launch.plan import LAUNCHERS, JobOptions, plan_launch
@@ -23,6 +23,8 @@ from finetune.launch.script import script
 from finetune.launch.signals import GRACE_VARIABLE
 from finetune.launch.slurm import slurm_ranks
 from finetune.paths import RECIPES
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.strategy_fit import refuse_recipe
 from tests.support.runs.cells import free_ports
 from tests.support.runs.soak_resume import write_resume_recipe
 
@@ -98,7 +100,7 @@ def test_torchrun_and_the_trainer_read_the_words(
     if nodes > 1:
         assert (int(read.nnodes), read.node_rank, read.master_addr) == (nodes, 1, "10.0.0.1")
     launch = read_by(words, monkeypatch, ranks, nodes)
-    assert launch.asked_processes == ranks
+    assert launch.requested_processes == ranks
     assert launch.recipe == str(RECIPE)
 
 
@@ -205,6 +207,25 @@ def test_what_does_not_fit_is_refused(
     assert len(output.err.splitlines()) == 1
     assert word in output.err
     assert "; " in output.err, "the remedy"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["training.optim=paged_adamw_8bit"],
+        ["accelerate_config=zero3", "model.add_tokens=[<date>]"],
+        ["accelerate_config=gpipe", "model.attention=sdpa"],
+    ],
+)
+def test_a_setting_is_refused_before_a_job_waits_by_the_line_of_the_start(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(EnvironmentMismatch) as start:
+        refuse_recipe(load_recipe(RECIPE, words).recipe)
+    assert main(["launch", str(RECIPE), *words]) == 4
+    assert capsys.readouterr().err == f"{start.value}\n"
+    assert main(["check", str(RECIPE), *words]) == 2  # all mistakes at once, with places
+    assert str(start.value) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

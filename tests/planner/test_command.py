@@ -108,6 +108,18 @@ def test_what_the_trainer_refuses_is_refused(capsys: pytest.CaptureFixture[str])
     assert "training.optim: paged_adamw_8bit updates full tensors" in err
 
 
+def test_one_machine_under_hsdp_is_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its copies of the shards are machines. The layout of one copy was an assertion of ours once."""
+    monkeypatch.setattr("finetune.probe.probe.probe", lambda *_, **__: None)  # it would run beside the plan
+    recipe = str(ROOT / "recipes" / "llama3_70b_lora_hsdp_2x8x80gb.yaml")
+    assert main(["plan", recipe, "--gpus", "8x80GB", "--json"]) == 4
+    (line,) = json.loads(capsys.readouterr().out)["mistakes"]
+    assert line.startswith("accelerate_config: hsdp shards within a node and repeats between nodes, 1 x 8 GPUs make 1 ")
+    assert line.endswith("or take accelerate_config=fsdp2")
+
+
 def test_several_recipes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     """Where the closed form is clear nothing is traced."""
     recipes = [str(ROOT / "recipes" / f"{name}.yaml") for name in ("llama3_full", "llama3_8b_lora_1x24gb")]

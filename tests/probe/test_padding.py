@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.generation.generate import may_share_a_batch
+from finetune.generation.settings import may_share_a_batch
 from finetune.probe import padding, remembered
 from finetune.probe.padding import PROMPT_LENGTHS, SAME, compare_padded
 from finetune.probe.probe import probe

@@ -30,13 +30,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with every probe that is computed; the computation is that of one model, done once."""
     calls: list[Any] = []
-    genuine = probing._found_now
+    genuine = probing._judged
 
     def counted(*arguments: Any) -> Any:
         calls.append(arguments)
         return genuine(*arguments)
 
-    monkeypatch.setattr(probing, "_found_now", counted)
+    monkeypatch.setattr(probing, "_judged", counted)
     return calls
 
 

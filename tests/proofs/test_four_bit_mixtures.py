@@ -174,9 +174,9 @@ HALF += ["quantization.bnb_4bit_compute_dtype=bfloat16", "quantization.bnb_4bit_
 def test_zero3_has_the_curve_of_one_process(chats: Path, tmp_path: Path) -> None:
     """In bfloat16: DeepSpeed takes no quantised weights beside float32.
 
-    Rounding alone moves such a curve, because tokens near the edge change their experts. In one process, micro-batches
-    of 8, 4, 2 and 1 rows of a tiny GLM differ by up to 2.4e-4 and 4.5e-3 (docs/precision.md). ZeRO adds nothing to that
-    that was seen: with all experts chosen it differs by 7e-5 and 1.2e-3, one process by 5e-5 and 9e-4.
+    Rounding alone moves such a curve, because tokens near the edge change their experts. Micro-batches of 8, 4, 2 and 1
+    rows of gpt-oss in one process differ by up to 3.3e-5 and 8.8e-3, ZeRO-3 by 2.7e-5 and 1.2e-2 (docs/log.md). Three
+    times the largest is allowed.
     """
     skip_where_missing("zero3")
     recipes: dict[str, list[Path]] = {"single": [], "zero3": []}
@@ -194,10 +194,29 @@ def test_zero3_has_the_curve_of_one_process(chats: Path, tmp_path: Path) -> None
     for alone, sharded in zip(*recipes.values(), strict=True):
         curves = [list(zip(*curve_of(page), strict=True)) for page in (sharded, alone)]
         loss, norm = (difference(*pair) for pair in zip(*curves, strict=True))
-        if loss > 1e-4 or norm > 4e-2:
+        if loss > 1e-4 or norm > 3.6e-2:
             apart[sharded.parent.parent.name] = f"{loss:.1e} / {norm:.1e}"
         assert receipt_of(sharded)["sharding"]["held_share"] == pytest.approx(0.5, abs=0.05)
     assert not apart
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_zero3_begins_as_one_process(family: str, chats: Path, tmp_path: Path) -> None:
+    """Before the first update the loss is the same, to the bit on the CPU where it was measured. So no token goes to
+    other experts. Gradients were 6.3e-5 and 2.1e-5 apart, those of one process's splits up to 2.3e-4.
+    """
+    skip_where_missing("zero3")
+    model = save_model(family, tmp_path / "model")
+    curves = []
+    for strategy in ("single", "zero3"):
+        page = recipe_of(tmp_path / strategy, model, chats, lora_of(model, on_experts=False), SPLITS["accumulated"])
+        words = [f"accelerate_config={strategy}", "training.max_steps=1", *HALF]
+        assert launch([page], ranks=STRATEGIES[strategy], words=words, timeout=600) == [0]
+        curves.append(curve_of(page))
+    ((one,), (sharded,)) = curves
+    assert sharded.loss == pytest.approx(one.loss, rel=1e-6)
+    assert sharded.grad_norm == pytest.approx(one.grad_norm, rel=7e-4)
 
 
 TO_FSDP2 = "accelerate_config: .*set accelerate_config=fsdp2"

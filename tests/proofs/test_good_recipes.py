@@ -19,14 +19,13 @@ from finetune.cli.recipe_list import method_of
 from finetune.closed_form.recomputation import choose_recomputation
 from finetune.data.rows import check_rows
 from finetune.model.known_configs import config_if_known
-from finetune.model.optimizer import check_optimizer
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Budget, Data, Recipe
 from finetune.recipe.sections.preferences import Dpo
 from finetune.recipe.strategy import read_strategy
-from finetune.recipe.strategy_fit import unfit
+from finetune.recipe.strategy_fit import pages_problem, unfit
 from tests.support.memory.memory_arithmetic import GB, disk_bytes, host_bytes, host_bytes_at_save
 from tests.support.models.model_shapes import shape_of
 from tests.support.runs.recipe_plans import NAME, with_plan
@@ -192,7 +191,7 @@ class TestRecipe:
         recipe = recipe_of(file)
         strategy = read_strategy(recipe.accelerate_config)
         assert list(unfit(recipe, strategy)) == []
-        check_optimizer(recipe.training.optim, on_cpu=not recipe.budget.gpus, sharded=strategy.kind == "fsdp")
+        assert recipe.budget.gpus or pages_problem(recipe) == ""
         if (recipe.budget.gpus, recipe.budget.gpu_memory_gb) == (1, 16):  # a T4: no bfloat16, no flash attention
             assert recipe.training.mixed_precision == "fp16"
             assert (recipe.model.dtype, recipe.model.attention) == ("float16", "sdpa")

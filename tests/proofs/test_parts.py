@@ -13,8 +13,9 @@ PACKAGE = Path(finetune.__file__).parent
 # The part's name in the documentation -> its function.
 PARTS = {
     "recipe": "recipe.loader.load_recipe",
+    "settings": "recipe.strategy_fit.refuse_recipe",
     "ranks": "recipe.strategy_fit.ranks_problem",
-    "machine": "strategies.accelerator.machine_checks",
+    "machine": "strategies.machine.machine_problems",
     "choose": "training.start.choose",
     "auto": "closed_form.recomputation.choose_recomputation",
     "probe": "probe.probe.probe",
@@ -41,6 +42,9 @@ def references() -> dict[str, set[str]]:
                 imported |= {name.asname or name.name: f"{source}.{name.name}".lstrip(".") for name in node.names}
         if path.name == "__init__.py":  # what it passes on
             graph |= {f"{module}.{name}": {place} for name, place in imported.items()}
+            for node in ast.walk(tree):  # plan = plan_recipe
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in imported:
+                    graph[f"{module}.{ast.unparse(node.targets[0])}"] = {imported[node.value.id]}
         own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         for node in tree.body:
             if not isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -90,6 +94,7 @@ def test_each_verb_stands_on_the_parts_that_are_drawn() -> None:
 
 def test_a_part_that_a_verb_loses_is_seen() -> None:
     assert set(PARTS.values()) <= references().keys()
-    assert parts_of("training.start.refuse") == ["ranks", "machine"]
-    assert parts_of("launch.plan.plan_launch") == ["recipe", "ranks"]
+    assert parts_of("training.start.refuse") == ["settings", "ranks", "machine"]
+    assert parts_of("launch.plan.plan_launch") == ["recipe", "settings", "ranks"]
+    assert "assemble" in parts_of("planner.command.plan_in_words"), "by the planner's door"
     assert parts_of("training.start.prepare") == ["prepare"]

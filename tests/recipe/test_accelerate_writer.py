@@ -25,8 +25,7 @@ from finetune.launch.launcher import Launch
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies import zero_requirements
-from finetune.strategies.accelerator import check_launch
-from tests.support.runs.launching import ALONE
+from tests.support.runs.launching import ALONE, check_launch
 from tests.support.runs.recipes import least, least_recipe, merged, write_recipe
 
 # What `accelerate config` writes for each answer (accelerate/commands/config/cluster.py).

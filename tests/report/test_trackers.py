@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from finetune.errors import EnvironmentMismatch
 from finetune.recipe.loader import load_recipe
-from finetune.report.trackers import check_trackers, metric_values, tracked_settings
+from finetune.recipe.strategy import read_strategy
+from finetune.report.trackers import metric_values, tracked_settings
+from finetune.strategies.machine import machine_problems
 from finetune.train import main
 from tests.support.models.tiny import write_chats
+from tests.support.runs.launching import ALONE
 from tests.support.runs.recipes import tiny, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,10 +106,9 @@ def test_what_is_not_installed_is_one_line_before_anything_is_read(recipe: Path)
     if not missing:
         pytest.skip("all trackers are installed")
     loaded = load_recipe(recipe, [f"report_to=[{missing[0]}]"]).recipe
-    with pytest.raises(
-        EnvironmentMismatch, match=f"report_to: {missing[0]} is not installed; pip install {missing[0]}"
-    ):
-        check_trackers(loaded)
+    ((topic, problem),) = machine_problems(loaded, read_strategy("single"), ALONE)
+    assert topic == "trackers"
+    assert f"report_to: {missing[0]} is not installed; pip install {missing[0]}" in problem
 
 
 def test_lines_become_numbers_under_their_kind() -> None:

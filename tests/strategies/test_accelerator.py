@@ -17,9 +17,10 @@ from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launch.launcher import Launch
 from finetune.measure import host_memory
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
-from finetune.strategies.accelerator import check_launch, launch_notes, use_all_cores
+from finetune.strategies.accelerator import use_all_cores
+from finetune.strategies.machine import launch_notes
 from finetune.training import session
-from tests.support.runs.launching import ALONE
+from tests.support.runs.launching import ALONE, check_launch
 from tests.support.runs.recipes import least_recipe
 from tests.support.stand_ins.pretend_cuda import pretended_cuda
 
@@ -46,7 +47,7 @@ def test_what_fits_is_let_through() -> None:
     [
         ({}, TWO, ["single", "2", "accelerate_config=ddp"]),
         ({"accelerate_config": "ddp"}, ALONE, ["ddp", "one", "--num_processes 2"]),
-        ({}, replace(ALONE, asked_processes=2), ["2 processes", "one process", "cpu_2proc"]),
+        ({}, replace(ALONE, requested_processes=2), ["2 processes", "one process", "cpu_2proc"]),
         ({}, replace(ALONE, config_file=CONFIG_FOLDER / "fsdp2.yaml"), ["single", "fsdp", "--config_file"]),
         ({"accelerate_config": "fsdp2"}, replace(TWO, config_file=CONFIG_FOLDER / "ddp.yaml"), ["fsdp", "ddp"]),
         (
@@ -98,9 +99,9 @@ def test_a_stray_default_config_is_named(no_default_config: Path) -> None:
     with pytest.raises(EnvironmentMismatch, match="default config in the cache") as caught:
         check_launch(recipe(), ALONE)
     assert str(no_default_config) in str(caught.value)
-    assert str(no_default_config) in launch_notes(ALONE)[0]
+    assert str(no_default_config) in launch_notes(ALONE, read_strategy("single"))[0]
     assert check_launch(recipe(), replace(ALONE, words=("python",))).kind == "single"
-    assert launch_notes(replace(ALONE, words=("python",))) == []
+    assert launch_notes(replace(ALONE, words=("python",)), read_strategy("single")) == []
 
 
 def test_a_number_of_processes_that_was_not_launched_is_named() -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from benchmarks.gpu_proofs import find_gpus
-from finetune.errors import EnvironmentMismatch
 from finetune.finished_run import best_device
 from finetune.launch.gpu_environment import libraries_on_gpu
 from finetune.launch.plan_request import PlanRequest
@@ -22,9 +21,9 @@ from finetune.probe.remembered import device_kind, precision_on
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies import accelerator as accelerators
 from finetune.strategies import zero_requirements
-from finetune.strategies.accelerator import build_accelerator, check_combination, device_of, scale_losses_on_cpu
-from finetune.strategies.gpu_needs import check_gpus
-from finetune.strategies.zero_requirements import compile_ahead, compile_engine
+from finetune.strategies.accelerator import build_accelerator, scale_losses_on_cpu
+from finetune.strategies.machine import device_of, gpu_problems
+from finetune.strategies.zero_requirements import compile_ahead, compile_engine, engine_problems
 from finetune.training.memory_report import describe_memory, memory_facts
 from finetune.training.start import own_gpus, receipt_of_run
 from tests.support.runs import launching
@@ -123,7 +122,7 @@ def test_ranks_compute_on_the_gpus_that_they_see(
     for rank in range(ranks):
         launch = replace(launching.ALONE, world_size=ranks, local_world_size=ranks, rank=rank, local_rank=rank)
         assert device_of(launch) == torch.device("cuda", expected[rank])
-        check_gpus(least_recipe("x"), launch)
+        list(gpu_problems(least_recipe("x"), launch))
         # The first that asks for the GPU's memory.
         own_gpus(launch, {})
 
@@ -199,12 +198,11 @@ def test_the_engine_is_not_asked_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     pytest.importorskip("deepspeed")
     strategy, compiled = read_strategy("zero2"), []
     monkeypatch.setattr(zero_requirements, "compile_ahead", lambda *asked: compiled.append(asked))
-    half = least_recipe("x", training={"mixed_precision": "fp16"})
-    check_combination(half, strategy, on_cpu=False)
+    assert list(engine_problems(strategy, on_cpu=False)) == []
     compile_engine(strategy, on_cpu=False)
     assert compiled == [], "what gloo ranks of one machine share"
-    with pytest.raises(EnvironmentMismatch, match="hide them with CUDA_VISIBLE_DEVICES="):
-        check_combination(least_recipe("x"), strategy, on_cpu=True)
+    (problem,) = engine_problems(strategy, on_cpu=True)
+    assert problem.endswith("hide them with CUDA_VISIBLE_DEVICES=")
 
 
 @pytest.mark.usefixtures("gpus")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from finetune.architecture import attention
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.loader import load_recipe
-from finetune.strategies import gpu_needs
-from finetune.strategies.accelerator import check_has_gpu, check_launch
-from finetune.strategies.gpu_needs import check_gpus, why_torch_sees_no_gpu
+from finetune.strategies import machine
+from finetune.strategies.machine import gpu_problems, why_torch_sees_no_gpu
 from tests.support.runs import launching
+from tests.support.runs.launching import check_launch
 from tests.support.runs.recipes import half_recipe
 
 LENGTHS = (5, 20, 1, 13)
@@ -101,7 +102,7 @@ def test_a_cpu_is_not_asked_for_its_compute_capability(gpus: list[tuple[int, int
 @pytest.mark.parametrize("name", ["llama3_3b_lora_1x16gb", "llama3_8b_qlora_1x16gb"])
 def test_the_recipes_for_a_t4_are_let_through(name: str, gpus: list[tuple[int, int]]) -> None:
     gpus.append((7, 5))
-    check_gpus(load_recipe(f"recipes/{name}.yaml").recipe, ALONE)
+    assert list(gpu_problems(load_recipe(f"recipes/{name}.yaml").recipe, ALONE)) == []
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 6), (9, 0)])
@@ -193,11 +194,9 @@ def test_a_card_without_kernels_is_one_line(
     gpus.append(capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: kernels)
     recipe = half_recipe(training={"mixed_precision": "fp16"}, model={"name_or_path": "x", "dtype": "float16"})
-    if not refused:
-        check_gpus(recipe, ALONE)
-        return
-    with pytest.raises(EnvironmentMismatch, match=r"kernels for sm_75.* none for Card 0; install a wheel"):
-        check_gpus(recipe, ALONE)
+    problems = list(gpu_problems(recipe, ALONE))
+    assert len(problems) == refused
+    assert all(re.search(r"kernels for sm_75.* none for Card 0; install a wheel", problem) for problem in problems)
 
 
 def test_a_driver_that_torch_is_too_new_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +205,6 @@ def test_a_driver_that_torch_is_too_new_for_is_named(tmp_path: Path, monkeypatch
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "built for CUDA 13.0, sees no GPU behind this driver: NVRM" in why_torch_sees_no_gpu(tmp_path / "version")
     assert "535.183.01; for an older driver or card: pip install" in why_torch_sees_no_gpu(tmp_path / "version")
-    monkeypatch.setattr(gpu_needs, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(gpu_needs.why_torch_sees_no_gpu, "__defaults__", (tmp_path / "version",))
+    monkeypatch.setattr(machine.why_torch_sees_no_gpu, "__defaults__", (tmp_path / "version",))
     with pytest.raises(EnvironmentMismatch, match=r"^budget: torch .* sees no GPU behind this driver.*budget.gpus=0$"):
-        check_has_gpu(half_recipe(budget={"gpus": 1}), ALONE)
+        check_launch(half_recipe(budget={"gpus": 1}), ALONE)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.strategies.gpu_needs import go_around_peers
+from finetune.strategies.accelerator import go_around_peers
 from tests.support.runs import launching
 
 SETTINGS = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")

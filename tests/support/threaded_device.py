@@ -129,7 +129,7 @@ def endless_trial(run_dir: Path) -> None:
             return hidden * 2
 
     trial_limit.TRIAL_SECONDS = 0.3
-    compiled = CompiledLayers(required=False, log=print, backend=lambda graph, inputs: time.sleep(1e6))
+    compiled = CompiledLayers(required=False, say=print, backend=lambda graph, inputs: time.sleep(1e6))
     recipe: Any = SimpleNamespace(run_dir=run_dir)
     launch: Any = SimpleNamespace(world_size=1, rank=0, is_main=True)
     with watchdog(recipe, launch, Progress(phase="worst step first")):

@@ -63,7 +63,7 @@ def test_what_is_stored_is_what_was_encoded(rows: Path) -> None:
     assert len(stored) == len(ROWS)
     for index, row in enumerate(ROWS):
         document = encoded(encoder, row, "messages")
-        ids, labels = stored.document(index)
+        ((ids, labels),) = stored.documents(index)
         assert ids.tolist() == document.input_ids
         assert labels.tolist() == document.labels
         assert stored.supervised[index] == sum(label != IGNORE for label in document.labels)

@@ -31,9 +31,9 @@ def document_operator(name: str, attend: Attend) -> Attend:
         # On a GPU, autograd computes each device's gradients in one thread of its own. That thread runs the outer
         # backward and waits for this one, so this backward must not be queued for it: this thread computes it alone.
         with on_device, torch.autograd.set_multithreading_enabled(False):
-            leaves = [each.detach().requires_grad_() for each in given[:4] if each is not None]
+            leaves = [tensor.detach().requires_grad_() for tensor in given[:4] if tensor is not None]
             output = computed(*leaves, *[None] * (4 - len(leaves)), *given[4:])
-            return [each.contiguous() for each in torch.autograd.grad(output, leaves, slope)]
+            return [tensor.contiguous() for tensor in torch.autograd.grad(output, leaves, slope)]
 
     # In a thread of its own: inside of an operator torch records nothing for a backward.
     thread = ThreadPoolExecutor(max_workers=1)
@@ -55,15 +55,15 @@ def document_operator(name: str, attend: Attend) -> Attend:
 
     @backward.register_fake
     def _(slope: Tensor, *given: Any) -> list[Tensor]:
-        return [each.new_empty(each.shape) for each in given[:4] if each is not None]
+        return [tensor.new_empty(tensor.shape) for tensor in given[:4] if tensor is not None]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:5])
         ctx.rest = inputs[5:]
 
     def through(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        found: list[Tensor] = backward(slope, *ctx.saved_tensors, *ctx.rest)
-        return (*found, *[None] * (8 - len(found)))
+        slopes: list[Tensor] = backward(slope, *ctx.saved_tensors, *ctx.rest)
+        return (*slopes, *[None] * (8 - len(slopes)))
 
     forward.register_autograd(through, setup_context=keep)
     return forward

@@ -41,7 +41,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.architecture.attention import AMPERE, ENDS_ON_HOST, LENGTHS, LONGEST
 from finetune.architecture.by_document import run_document_by_document
 from finetune.architecture.families import router_coefficient
-from finetune.architecture.guard import Discrepancy, compare_computations, compare_outputs, nested_tensors
+from finetune.architecture.guard import Discrepancy, compare_computations, compare_outputs
+from finetune.architecture.operations import nested_tensors
 from finetune.architecture.own_layers.norm_and_gate import tiled_mlps
 from finetune.errors import EnvironmentMismatch
 from finetune.files import cache_folder
@@ -66,7 +67,7 @@ class CompiledLayers:
     """A model's compiled layers, and the result of compiling them."""
 
     required: bool  # True: a layer that does not compile, or computes otherwise, is an error. False: all run uncompiled
-    log: Callable[[str], None]  # a line for the user
+    say: Callable[[str], None]  # a line for the user
     backend: Any = "inductor"
     seconds: dict[tuple[str, bool], float] = field(default_factory=dict)  # by kind: its first forward and backward
     stopped: str | None = None  # why compilation stopped; None while it is on
@@ -154,7 +155,7 @@ class CompiledLayers:
         known = (layer.finetune_kind, reached) in self.seconds or self._alone(layer, reached)
         if self.stopped is None and not known:
             self._may_run_compiled(layer, reached, args, kwargs)
-        self.input_needs_grad = reached or any(each.requires_grad for each in layer.parameters())
+        self.input_needs_grad = reached or any(parameter.requires_grad for parameter in layer.parameters())
         return output
 
     @staticmethod
@@ -167,7 +168,7 @@ class CompiledLayers:
     def stop(self, reason: str) -> None:
         """Run all layers as they are written from here on, and say so."""
         self.stopped = reason
-        self.log(f"training.compile: layers run without it from here on: {reason}")
+        self.say(f"training.compile: layers run without it from here on: {reason}")
 
     def agree(self, total: Callable[[Tensor], Any], device: torch.device) -> None:
         """If one rank has stopped, stop on all. Every rank calls it. `total` sums a tensor over the ranks.
@@ -189,7 +190,7 @@ class CompiledLayers:
             "kinds_of_layers": len(self.seconds),
             "first_seconds": round(sum(self.seconds.values()), 1),
             "graphs": {"found": self.graphs["found"], "made": self.graphs["made"], "folder": _graph_folder()},
-            "furthest": max((each.relative for each in self.differences), default=None),
+            "furthest": max((difference.relative for difference in self.differences), default=None),
             "left_off": self.stopped,
         }
 
@@ -259,8 +260,8 @@ class CompiledLayers:
     ) -> tuple[Discrepancy, str | None]:
         """The layer compiled against the layer as it is written, on this input; and whether it keeps too much."""
         hidden, *others = nested_tensors((args, kwargs))
-        inputs = [hidden.detach().requires_grad_(reached), *(each for each in others if each.requires_grad)]
-        places = [id(hidden), *(id(each) for each in others if each.requires_grad)]
+        inputs = [hidden.detach().requires_grad_(reached), *(tensor for tensor in others if tensor.requires_grad)]
+        places = [id(hidden), *(id(tensor) for tensor in others if tensor.requires_grad)]
 
         def given(values: Any, leaves: Iterable[Tensor]) -> Any:
             by_place = dict(zip(places, leaves, strict=True))
@@ -308,7 +309,7 @@ def compile_layers(model: nn.Module, compiled: CompiledLayers) -> None:
         attentions = [getattr(module, "sliding_window", None) for module in layer.modules()]
         layer.finetune_kind = f"{layer!r} {attentions} {getattr(layer, 'gradient_checkpointing', False)}"
         layer.finetune_compiled = compiled
-        layer.finetune_trained = any(each.requires_grad for each in layer.parameters())
+        layer.finetune_trained = any(parameter.requires_grad for parameter in layer.parameters())
         if hasattr(layer, "finetune_untiled"):
             layer.finetune_tile = MethodType(_forward, layer)
         else:
@@ -345,11 +346,11 @@ def _keeps_too_much(
 ) -> str | None:
     """Why a compiled layer takes more memory until backward than the plan counts on; None where it does not."""
     with torch.enable_grad(), torch.random.fork_rng([inputs[0].device] if inputs[0].is_cuda else []):
-        found, expected = (_kept_for_backward(partial(call, *inputs)) for call in (compiled, as_written))
+        kept, expected = (_kept_for_backward(partial(call, *inputs)) for call in (compiled, as_written))
     allowed = round(MOST_KEPT * expected) + MOST_KEPT_BESIDES
-    if found <= allowed:
+    if kept <= allowed:
         return None
-    return f"keeps {found:,} bytes for backward, as it is written {expected:,}; {allowed:,} are allowed"
+    return f"keeps {kept:,} bytes for backward, as it is written {expected:,}; {allowed:,} are allowed"
 
 
 def _kept_for_backward(call: Callable[[], Any]) -> int:
@@ -371,7 +372,7 @@ def _kept_for_backward(call: Callable[[], Any]) -> int:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             outputs.append(call())
     first, second = kept
-    free = second.keys() | {each.untyped_storage().data_ptr() for each in nested_tensors(outputs)}
+    free = second.keys() | {tensor.untyped_storage().data_ptr() for tensor in nested_tensors(outputs)}
     return sum(nbytes for at, nbytes in first.items() if at not in free)
 
 
@@ -393,9 +394,9 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: _mapped(each, change) for key, each in value.items()}
+        return {key: _mapped(entry, change) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_mapped(each, change) for each in value])
+        return type(value)([_mapped(entry, change) for entry in value])
     return value
 
 
@@ -408,26 +409,26 @@ FLOAT32 = "in float32, where compiled attention is computed twice; training.comp
 
 
 def compile_as_asked(
-    recipe: Recipe, strategy: Strategy, model: PreTrainedModel, device: torch.device, log: Callable[[str], None]
+    recipe: Recipe, strategy: Strategy, model: PreTrainedModel, device: torch.device, say: Callable[[str], None]
 ) -> CompiledLayers:
     """Have the layers of an assembled model compiled, where the recipe asks for it and it can be.
 
     Raises EnvironmentMismatch where `training.compile: true` cannot be.
     """
-    asked = recipe.training.compile
-    compiled = CompiledLayers(required=asked is True, log=log)
-    if asked is False:
+    setting = recipe.training.compile
+    compiled = CompiledLayers(required=setting is True, say=say)
+    if setting is False:
         compiled.stopped = SWITCHED_OFF
-    elif asked == "auto" and device.type != "cuda":
+    elif setting == "auto" and device.type != "cuda":
         compiled.stopped = "on a CPU, where training.compile: auto compiles nothing"
-    elif asked == "auto" and (older := torch.cuda.get_device_capability(device)) < AMPERE:
+    elif setting == "auto" and (older := torch.cuda.get_device_capability(device)) < AMPERE:
         # Triton supports compute capability 8.0 and later. Before, its compilers may end the process by a signal, which
         # nothing here can catch.
         compiled.stopped = (
             f"on a GPU of compute capability {older[0]}.{older[1]}; training.compile: auto compiles from 8.0 on"
         )
     elif reason := why_left_off(recipe, strategy, model):
-        if asked is True:
+        if setting is True:
             raise EnvironmentMismatch(f"training.compile: true: {reason}; set training.compile: false")
         compiled.stopped = reason
     else:

@@ -96,10 +96,10 @@ def compare_with_written(compute: Any, vocabulary: int, device: torch.device, dt
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         slope, room = products.clone(), torch.empty_like(products, dtype=torch.float32)
         lost, _ = loss.loss_and_slope(slope, room, targets, loss.AS_IT_IS, all_learned=True, learn=True)
-        found = compute(products, targets, 1.0)
+        losses = compute(products, targets, 1.0)
     eps = torch.finfo(dtype).eps
-    for name, ours, theirs, bound in (("loss", found, lost, 1e-5), ("gradient", products, slope, eps)):
-        apart = (ours.double() - theirs.double()).abs() - bound * theirs.double().abs()
-        if not float(apart.max()) <= 1e-5:  # NaN too
-            return f"compiled, its {name} differs by {float(apart.max()):.2g}"
+    for name, ours, theirs, bound in (("loss", losses, lost, 1e-5), ("gradient", products, slope, eps)):
+        excess = (ours.double() - theirs.double()).abs() - bound * theirs.double().abs()
+        if not float(excess.max()) <= 1e-5:  # NaN too
+            return f"compiled, its {name} differs by {float(excess.max()):.2g}"
     return None

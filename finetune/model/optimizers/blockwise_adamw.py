@@ -109,11 +109,20 @@ class BlockwiseAdamW(torch.optim.Optimizer):
                 place += 1
 
     def _update(self, parameter: Tensor, group: dict[str, Any], place: int) -> None:
+        # By itself, so that a parameter's float32 values are freed before the next one's are made.
         if not self.state[parameter]:
             self.init_state(group, parameter)
-        state, block = self.state[parameter], self._block(parameter) or 1
+        state, block, device = self.state[parameter], self._block(parameter) or 1, parameter.device
         state["step"] += 1
-        step, moments = state["step"], self._moments(parameter)
+        step = state["step"]
+        if device not in self._books:
+            self._books[device] = [book_on(device, signed=signed) for signed in (True, False)]
+        # The first and the second moment of this rank's elements.
+        flat = {name: self._local_part(value)[0].view(-1) for name, value in state.items() if name != "step"}
+        moments = [
+            HeldMoment(flat[moment], flat.get(scales), self._block(parameter), book)
+            for (moment, scales), book in zip(BLOCKWISE, self._books[device], strict=True)
+        ]
         local, start = self._local_part(parameter)
         gradient = self._local_part(parameter.grad)[0].reshape(-1)  # type: ignore[arg-type]  # it has one
         weights, key = local.view(-1), key_of(self._seed, step, place)
@@ -135,17 +144,6 @@ class BlockwiseAdamW(torch.optim.Optimizer):
                 part.copy_(values[0])
             for moment, updated in zip(moments, values[1:], strict=True):
                 moment.write(begin, end, updated)
-
-    def _moments(self, parameter: Tensor) -> list[HeldMoment]:
-        """The first and the second one of this rank's elements."""
-        state, block, device = self.state[parameter], self._block(parameter), parameter.device
-        if device not in self._books:
-            self._books[device] = [book_on(device, signed=signed) for signed in (True, False)]
-        flat = {name: self._local_part(each)[0].view(-1) for name, each in state.items() if name != "step"}
-        return [
-            HeldMoment(flat[moment], flat.get(scales), block, book)
-            for (moment, scales), book in zip(BLOCKWISE, self._books[device], strict=True)
-        ]
 
     def _block(self, parameter: Tensor) -> int:
         if id(parameter) in self._in_float32:

@@ -226,6 +226,7 @@ class FusedUpdate:
                 self._copied([part[at : at + ROUNDED_CHUNK] for part in parts], keys, first + at, factors)
 
     def _copied(self, parts: Sequence[Tensor], keys: Tensor, first: int, factors: Tensor) -> None:
+        # By itself, so that a chunk's copies are freed before the next chunk's are made.
         count = len(parts[0])
         rows = max(FEWEST_ROWS, -(-count // ROW))
         copies = [part.new_zeros(rows * ROW) for part in parts]

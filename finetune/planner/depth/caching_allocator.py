@@ -126,10 +126,6 @@ class CachingAllocator:
             block = _merged(block, block.after)
         self._insert(block)
 
-    def restart_peaks(self) -> None:
-        """Do as `torch.cuda.reset_peak_memory_stats`."""
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
-
     def empty_cache(self) -> None:
         """Return segments without a live block to CUDA; with expandable segments, pages."""
         if self.expandable:
@@ -239,7 +235,7 @@ class CachingAllocator:
             if piece is not hole:
                 self._insert(piece)
         holes = self._unmapped[block.pool]
-        bisect.insort(holes, hole, key=lambda each: each.address)
+        bisect.insort(holes, hole, key=lambda unmapped: unmapped.address)
         if hole.before is not None and not hole.before.mapped:
             holes.remove(hole)
             hole = _merged(hole.before, hole)
@@ -294,7 +290,7 @@ def replay(
             peaks[running] = AllocatorPeak(allocated, max(before.reserved, allocator.peak_reserved))
             running = ""
         if storage is None:  # storages that ended before it are freed just before it, under its name
-            allocator.restart_peaks()
+            allocator.peak_allocated, allocator.peak_reserved = allocator.allocated, allocator.reserved
             running = phase
         else:
             allocator.free(storage)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def kinds_of_layers(config: Mapping[str, Any]) -> list[Hashable]:
         return list(range(depth))
     return [
         tuple(
-            (name, type(module).__qualname__, tuple(each.shape for each in module.parameters(recurse=False)))
+            (name, type(module).__qualname__, tuple(parameter.shape for parameter in module.parameters(recurse=False)))
             for name, module in layer.named_modules()
         )
         for layer in layers
@@ -110,7 +110,7 @@ def extrapolate(
         assert peaks.keys() == deep_peaks.keys(), f"{phase}: {peaks.keys() ^ deep_peaks.keys()}"
         extrapolated = []
         for name, peak in peaks.items():
-            parts = _extrapolated_parts(peak.parts, deep_peaks[name].parts, times)
+            parts = _added(peak.parts, peak.parts, deep_peaks[name].parts, times)
             module, match = peak.module, LAYER.search(peak.module)
             deep_module = deep_peaks[name].module
             if match is not None and int(match.group(1)) > 0 and deep_module != module:  # counted from the last layer
@@ -118,7 +118,7 @@ def extrapolate(
                 shift = int(LAYER.search(deep_module).group(1)) - index  # type: ignore[union-attr]
                 module = LAYER.sub(f".layers.{min(index + shift * times, layers - 1)}", module)
             extrapolated.append(Peak(sum(parts.values()), parts, module))
-        end = _extrapolated_parts(ends[phase], deep_ends[phase], times)
+        end = _added(ends[phase], ends[phase], deep_ends[phase], times)
         result[phase] = PhaseMemory(max(extrapolated, key=lambda peak: peak.nbytes), end)
     return result
 
@@ -149,31 +149,22 @@ def _segments(timeline: Timeline, device: str, layers: int, few: int) -> dict[st
     return result
 
 
-def _extrapolated_parts(shallow: dict[str, int], deep: dict[str, int], times: int) -> dict[str, int]:
-    extrapolated = {
-        name: shallow.get(name, 0) + times * (deep.get(name, 0) - shallow.get(name, 0)) for name in COMPONENTS
-    }
-    return {name: nbytes for name, nbytes in extrapolated.items() if nbytes}
+def _added(base: dict[str, int], few: dict[str, int], more: dict[str, int], times: float) -> dict[str, int]:
+    """Bytes by component: `base`, and `times` times the difference `more` - `few`."""
+    sums = {part: base.get(part, 0) + round(times * (more.get(part, 0) - few.get(part, 0))) for part in COMPONENTS}
+    return {part: nbytes for part, nbytes in sums.items() if nbytes}
 
 
 def with_more_of_the_same(
-    phases: Mapping[str, PhaseMemory],
-    first: Mapping[str, PhaseMemory],
-    second: Mapping[str, PhaseMemory],
-    times: float,
+    phases: Mapping[str, PhaseMemory], first: Mapping[str, PhaseMemory], second: Mapping[str, PhaseMemory], times: float
 ) -> dict[str, PhaseMemory]:
     """Phases with peaks and ends to which the difference `second` - `first` is added `times` times."""
-
-    def added(name: str, parts_of: Callable[[PhaseMemory], dict[str, int]]) -> dict[str, int]:
-        base, few, more = (parts_of(each[name]) for each in (phases, first, second))
-        sums = {part: base.get(part, 0) + round(times * (more.get(part, 0) - few.get(part, 0))) for part in COMPONENTS}
-        return {part: nbytes for part, nbytes in sums.items() if nbytes}
-
     result = {}
     for name, phase in phases.items():
-        parts = added(name, lambda each: each.peak.parts)
+        few, more = first[name], second[name]
+        parts = _added(phase.peak.parts, few.peak.parts, more.peak.parts, times)
         peak = replace(phase.peak, nbytes=sum(parts.values()), parts=parts)
-        result[name] = PhaseMemory(peak, added(name, lambda each: each.end))
+        result[name] = PhaseMemory(peak, _added(phase.end, few.end, more.end, times))
     return result
 
 

@@ -69,7 +69,7 @@ class LayerRepeat:
         if copy is not None:
             return [layer + copy * self.period]
         if self.repeats(layer):
-            return [layer + each * self.period for each in range(self.copies + 1)]
+            return [layer + number * self.period for number in range(self.copies + 1)]
         if layer < FIRST:
             return [layer]
         return [layer + self.copies * self.period]

@@ -105,10 +105,10 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
         if memory_alone:
             return DeepTrace(phases_of_changes(changes), deepest.work, changes=changes)
         traces = {depth: traced(depth) for depth in needed[1:]} | {needed[0]: deepest}
-    timelines = {depth: each.timeline for depth, each in traces.items()}
+    timelines = {depth: shallow_trace.timeline for depth, shallow_trace in traces.items()}
     deep = DeepTrace(
         phases=extrapolate(timelines, layers, DEVICE_NAME if request.on_gpu else "cpu", period=period),
-        work=work_at_depth({depth: each.work for depth, each in traces.items()}, layers),
+        work=work_at_depth({depth: shallow_trace.work for depth, shallow_trace in traces.items()}, layers),
         stage_layers=deepest.stage_layers if needed == (layers,) else (),
     )
     if not request.on_gpu:
@@ -166,8 +166,8 @@ def _of_few_micro_batches(request: TraceRequest, folder: Path, few: int, more: i
     if thin is request:
         del traces[1]
     functions = {
-        key: partial(trace_to_depth, replace(each, batches=each.batches[:count]), folder / f"{key}", full_depth=False)
-        for key, (each, count) in traces.items()
+        key: partial(trace_to_depth, replace(part, batches=part.batches[:count]), folder / f"{key}", full_depth=False)
+        for key, (part, count) in traces.items()
     }
     with run_in_forks(functions) as traced:
         deep, second = traced(0), traced(2)

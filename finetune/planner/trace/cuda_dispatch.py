@@ -120,7 +120,7 @@ class _Casts:
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, list | tuple):
-            return [self._cast(each, dtype) for each in value]
+            return [self._cast(entry, dtype) for entry in value]
         if not self._eligible(value) or value.dtype == dtype:
             return value
         # As in cached_cast: weights alone, and only on the way down.
@@ -150,7 +150,7 @@ def _attention(
         scale = head_size**-0.5 if scale is None else scale
         padded = [query, key, value]
         if head_size % 8:
-            padded = [F.pad(each, (0, -head_size % 8)) for each in padded]
+            padded = [F.pad(tensor, (0, -head_size % 8)) for tensor in padded]
         output = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
         return output[..., :head_size]  # type: ignore[no-any-return]
     if enable_gqa and key.shape[1] != query.shape[1]:
@@ -159,15 +159,14 @@ def _attention(
             query, key, value, attn_mask, dropout_p, is_causal, **options
         )[0]
     bias = attn_mask
-    if (
-        bias is not None
-    ):  # as the memory-efficient kernel adds it: in the query's format, rows padded, a view for all heads
-        if bias.dtype == torch.bool:
-            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
-        columns = bias.shape[-1]
+    if attn_mask is not None:  # in the query's format, rows padded, one view for all heads
+        if attn_mask.dtype == torch.bool:
+            minus = attn_mask.logical_not()
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(minus, float("-inf"))
+        columns = attn_mask.shape[-1]
         if columns % BIAS_MULTIPLE:
-            bias = F.pad(bias, (0, -columns % BIAS_MULTIPLE))[..., :columns]
-        bias = bias.expand(*query.shape[:-1], key.shape[-2])
+            attn_mask = F.pad(attn_mask, (0, -columns % BIAS_MULTIPLE))[..., :columns]
+        bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
         query, key, value, bias, keep, dropout_p, is_causal, scale=scale

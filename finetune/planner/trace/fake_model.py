@@ -26,7 +26,6 @@ from finetune.model.quantization import empty_int8_weights, plain_quantized_weig
 from finetune.recipe.schema import Recipe
 from finetune.strategies import fsdp
 from finetune.strategies.fsdp import replace_tensor, ties_kept
-from finetune.tokens.batches import MicroBatch, changed_tensors
 
 OnParameter = Callable[[nn.Parameter], None]
 
@@ -126,11 +125,6 @@ def first_chunk(tensor: torch.Tensor, chunks: int, dim: int) -> list[torch.Tenso
     return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // chunks))]
 
 
-def has_joined_documents(batch: MicroBatch) -> bool:
-    """Whether positions restart within a row: it has several documents, or padding."""
-    return bool((batch["position_ids"].diff(dim=1) != 1).any())
-
-
 def dataless_build(recipe: Recipe, *, dtype: torch.dtype | None = None) -> Callable[..., nn.Module]:
     """The trainer's `build_model`, to be called inside `no_data`; the modules are built here, from the configuration.
 
@@ -189,8 +183,3 @@ def host_pages() -> Iterator[None]:
     ignored = constant_function(None)
     with mock.patch.multiple(functional, get_paged=get_paged, fill=ignored, prefetch_tensor=ignored):
         yield
-
-
-def fake_batch(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:
-    """The batch as fake tensors; non-tensor entries unchanged."""
-    return changed_tensors(batch, mode.from_tensor)

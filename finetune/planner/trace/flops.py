@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
+from finetune.architecture.operations import nested_tensors
 from finetune.measure.collectives import CALLS
 from finetune.measure.phases import Phases
-from finetune.planner.trace.recorder import AroundOperation, OnOperations, tensors_in
+from finetune.planner.trace.recorder import AroundOperation, OnOperations
 
 FORMULAS = {str(packet).removeprefix("aten."): formula for packet, formula in flop_registry.items()}
 # Multiply-adds of the products that torch's table lacks or cannot count, from their operands.
@@ -115,14 +116,14 @@ def count_operations(
             phase = current()
         if not phase or func.is_view or name in NO_WORK or func.namespace in (*CALLS, "prim"):
             return result
-        if any(getattr(tensor, "fake_mode", None) is not fake_mode for tensor in tensors_in([args, result])):
+        if any(getattr(tensor, "fake_mode", None) is not fake_mode for tensor in nested_tensors([args, result])):
             return result  # skip DTensor's own shape-inference fakes, which have the unsharded size
         operands = args
         if name.removesuffix("_") == "addmm":  # the first operand is added to the product, and may be wider
             operands = args[1:]
-        itemsize = next((tensor.itemsize for tensor in tensors_in(operands)), 0)
+        itemsize = next((tensor.itemsize for tensor in nested_tensors(operands)), 0)
         kind, flops = _arithmetic(name, func, args, kwargs, result)
-        tensors = list(tensors_in([args, kwargs, result]))
+        tensors = list(nested_tensors([args, kwargs, result]))
         place = operation_place(name, phases.device, tensors)
         nbytes = crossing_bytes(tensors) if place == COPY else _bytes(func, name, args, kwargs, result)
         if flops or nbytes:
@@ -197,10 +198,10 @@ def _bytes(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], 
     for key, value in (*zip(arguments, args, strict=False), *kwargs.items()):
         argument = arguments[key]
         updated = argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
-        for tensor in tensors_in(value):
+        for tensor in nested_tensors(value):
             counted.add(id(tensor))
             total += _size(tensor) * (1 + updated)
-    return total + sum(_size(tensor) for tensor in tensors_in(result) if id(tensor) not in counted)
+    return total + sum(_size(tensor) for tensor in nested_tensors(result) if id(tensor) not in counted)
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -46,10 +46,10 @@ def _flash(*arguments: Any) -> int:
 def _rows_and_sequences(arguments: Sequence[Any]) -> tuple[int, int]:
     """Of mha_bwd's query [batch, heads, tokens, head_dim], or mha_varlen_bwd's [tokens, heads, head_dim], whose
     documents are a block apart."""
-    query = arguments[1]
+    query: torch.Tensor = arguments[1]
     if query.ndim == 4:
         return query.shape[0] * rounded_up(query.shape[2], FLASH_BLOCK), query.shape[0]
-    documents = arguments[6].numel() - 1
+    documents: int = arguments[6].numel() - 1
     return query.shape[0] + FLASH_BLOCK * documents, documents
 
 

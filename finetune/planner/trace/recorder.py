@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
+from finetune.architecture.operations import nested_tensors
 from finetune.measure.live_tensors import NONE, LiveTensors, parts
 from finetune.measure.phases import Phases
 from finetune.planner.trace.fake_device import stream_in_use
@@ -86,9 +87,9 @@ class Recorder:
         self._unseen.clear()
         namespace = operation.namespace
         if namespace in COLLECTIVES:
-            self.mark(tensors_in(args), "communication buffers", certain=False)
+            self.mark(nested_tensors(args), "communication buffers", certain=False)
         elif namespace == "fsdp" and "chunk_cat" in str(operation):
-            self.mark(tensors_in(args[0]), "unsharded gradients", certain=False)
+            self.mark(nested_tensors(args[0]), "unsharded gradients", certain=False)
         elif str(operation) == "aten._to_copy.default":
             self.of_weights = self.component(args[0]) in WEIGHT_COMPONENTS
 
@@ -109,7 +110,7 @@ class Recorder:
             name = self._stack.pop()
             self._latest = self._stack[-1] if self._stack else name
             if self.phases.current == "forward":
-                for tensor in tensors_in(output):
+                for tensor in nested_tensors(output):
                     if tensor.requires_grad:  # backward reaches the module where its output has a gradient
                         tensor.register_hook(partial(self._reached, name))
 
@@ -198,14 +199,3 @@ def tagging(recorder: Recorder, *, gloo: bool) -> AroundOperation:
         return run()
 
     return tag
-
-
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in an operation's arguments or results."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))

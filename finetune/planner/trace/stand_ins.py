@@ -66,11 +66,6 @@ def _fused_blocks(
     raise AssertionError("a trace computes nothing")
 
 
-@_fused_blocks.register_fake
-def _no_blocks(*_: Tensor) -> None:
-    pass
-
-
 @torch.library.custom_op("finetune::fused_update", mutates_args=("weight", "average", "square"))
 def _fused_update(
     weight: Tensor, average: Tensor, square: Tensor, gradient: Tensor, keys: Tensor, first: Tensor, factors: Tensor
@@ -78,9 +73,8 @@ def _fused_update(
     raise AssertionError("a trace computes nothing")
 
 
-@_fused_update.register_fake
-def _(*_: Tensor) -> None:
-    pass
+for _operator in (_fused_blocks, _fused_update):
+    _operator.register_fake(lambda *_: None)
 
 
 @contextmanager
@@ -183,7 +177,7 @@ def engine_parts(parts: Assembled) -> dict[str, list[torch.Tensor | None]]:
     optimizer: Any = parts.engine.optimizer
     groups = parts.engine.basic_optimizer.param_groups
     # Stage 3 gives its optimizer one part of the masters at a time.
-    masters = getattr(optimizer, "fp32_partitioned_groups_flat", [each for group in groups for each in group["params"]])
+    masters = getattr(optimizer, "fp32_partitioned_groups_flat", [part for group in groups for part in group["params"]])
     gradients = [master.grad for master in masters]
     gradients += [getattr(parameter, "grad_accum", None) for parameter in parts.unwrapped_model.parameters()]  # stage 1
     gradients += getattr(optimizer, "fp32_groups_gradients_flat", [])  # stage 1, bf16
@@ -204,9 +198,10 @@ class Replica(nn.Module):
         self.reducing = True
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        for together in _buckets(reversed(trained)):
-            flat = together[0].new_empty(sum(parameter.numel() for parameter in together))
-            for parameter, view in zip(together, flat.split([each.numel() for each in together]), strict=True):
+        for bucket in _buckets(reversed(trained)):
+            sizes = [parameter.numel() for parameter in bucket]
+            flat = bucket[0].new_empty(sum(sizes))
+            for parameter, view in zip(bucket, flat.split(sizes), strict=True):
                 self._views[parameter] = view.view_as(parameter)
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
@@ -238,7 +233,7 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         dtype = parameter.dtype
         bucket = unfinished.setdefault(dtype, [])
         bucket.append(parameter)
-        if sum(each.numel() for each in bucket) * parameter.itemsize >= full_bytes.get(dtype, DDP_FIRST_BUCKET):
+        if sum(member.numel() for member in bucket) * parameter.itemsize >= full_bytes.get(dtype, DDP_FIRST_BUCKET):
             full_bytes[dtype] = DDP_BUCKET
             yield unfinished.pop(dtype)
     yield from unfinished.values()

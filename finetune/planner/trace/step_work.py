@@ -126,18 +126,18 @@ def with_more_micro_steps(work: StepWork, first: StepWork, second: StepWork, cou
     step. An operation counts per micro-step, so that share falls with their number. Collectives count per step, so
     theirs stays.
     """
-    few, more, wanted = counts
+    few, more, count = counts
     # A micro-step's count is each + once / number. From 2 and 4 to 8 micro-steps: (1/8 - 1/2) / (1/4 - 1/2) = 1.5.
-    share, times = (1 / wanted - 1 / few) / (1 / more - 1 / few), (wanted - few) / (more - few)
+    share, times = (1 / count - 1 / few) / (1 / more - 1 / few), (count - few) / (more - few)
     operations = dict(work.operations)
     for op in {**first.operations, **second.operations}:
         once = second.operations.get(op, 0.0) - first.operations.get(op, 0.0)
         operations[op] = operations.get(op, 0.0) + share * once
     collectives, none = dict[str, Mapping[str, CollectiveStats]](), CollectiveStats()
     for phase, sent in second.collectives.items():
-        base, fewer = (each.collectives.get(phase, {}) for each in (work, first))
+        base, fewer = (part.collectives.get(phase, {}) for part in (work, first))
         collectives[phase] = {
-            name: _sum(base.get(name, none), fewer.get(name, none), each, times) for name, each in sent.items()
+            name: _sum(base.get(name, none), fewer.get(name, none), stats, times) for name, stats in sent.items()
         }
     return replace(work, operations=operations, collectives=collectives)
 

@@ -34,6 +34,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.architecture.compiled.layers import why_left_off
+from finetune.architecture.operations import nested_tensors
 from finetune.closed_form.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phase
@@ -42,11 +43,11 @@ from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import unwrap_optimizer
 from finetune.planner.trace import stand_ins
 from finetune.planner.trace.fake_device import pretend_device
-from finetune.planner.trace.fake_model import dataless_build, fake_batch, has_joined_documents, host_pages, no_data
+from finetune.planner.trace.fake_model import dataless_build, host_pages, no_data
 from finetune.planner.trace.flops import Halves, Operation, count_operations
 from finetune.planner.trace.kernel_workspaces import workspaces
 from finetune.planner.trace.pinned_memory import pinned_memory
-from finetune.planner.trace.recorder import Recorder, tagging, tensors_in
+from finetune.planner.trace.recorder import Recorder, tagging
 from finetune.planner.trace.step_work import StepWork, per_step
 from finetune.planner.trace.timeline import Timeline
 from finetune.recipe.optimizers import OPTIMIZERS
@@ -59,7 +60,7 @@ from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.fsdp import make_mesh
 from finetune.strategies.pieces import local_shard
 from finetune.strategies.pipeline.build import parts_of_recipe
-from finetune.tokens.batches import MicroBatch, prefetch, without_learning
+from finetune.tokens.batches import MicroBatch, changed_tensors, prefetch, without_learning
 from finetune.training.cast_weights import cast_weights
 from finetune.training.objectives import objective_of
 from finetune.training.run import StepParts
@@ -115,7 +116,8 @@ def trace(
     build = build_on_device = dataless_build(recipe, dtype=dtype)
     objective = objective_of(recipe)
     units = sum(objective.count(batch) for batch in batches)
-    masks = any(has_joined_documents(batch) for batch in batches)
+    # Where positions restart within a row, it has several documents, or padding.
+    masks = any(bool((batch["position_ids"].diff(dim=1) != 1).any()) for batch in batches)
     # Registered for a CPU's plan too. Autograd's engine reads the kinds of devices once, at a process's first backward,
     # and aborts at a tensor on a device that is registered later (torch 2.13).
     device = pretend_device()
@@ -168,7 +170,7 @@ def trace(
         recorder.mark((*map(local_shard, model.parameters()), *model.buffers()), "parameters")
 
         def fake_batches(step_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-            made = (fake_batch(fake_mode, batch) for batch in step_batches)
+            made = (changed_tensors(batch, fake_mode.from_tensor) for batch in step_batches)
             # A single CPU process, and DeepSpeed's, computes on the batches that the host holds for the step. Elsewhere
             # they are copied to a device, where one or two are live at a time.
             if strategy.distributed and not strategy.uses_engine and not gpu:
@@ -209,13 +211,13 @@ def trace(
                     seed=recipe.training.seed,
                     stop=False,
                 )
-                recorder.mark(tensors_in(list(parts.optimizer.state.values())), "optimizer state")
+                recorder.mark(nested_tensors(list(parts.optimizer.state.values())), "optimizer state")
         with recorder.phases("save"):
             _copy_as_a_checkpoint(parts)  # a function of its own, so that its tensors end before the phase does
         # The layers of weights and optimizer states, which are allocated outside the layers' modules.
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             recorder.place_in_layer(tensor, name)
-            for value in tensors_in(parts.optimizer.state.get(tensor, {})):
+            for value in nested_tensors(parts.optimizer.state.get(tensor, {})):
                 recorder.place_in_layer(value, name)
         del mesh_ranks
         measured = recorder.phases.take()

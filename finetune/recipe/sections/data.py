@@ -103,7 +103,7 @@ class DataSet(Section):
 
     @model_validator(mode="after")
     def known_columns(self) -> DataSet:
-        refuse([*_column_mistakes(self), *_row_template_mistakes(self), *_template_argument_mistakes(self)])
+        refuse(_entry_mistakes(self))
         return self
 
     @property
@@ -198,7 +198,7 @@ class Data(Section):
         return [*self.train, *self.eval_sets]
 
 
-def _column_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
+def _entry_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
     unknown = [ours for ours in entry.columns if ours not in COLUMNS]
     for ours in unknown:
         remedy = f"choose one of {', '.join(COLUMNS)}"
@@ -223,10 +223,7 @@ def _column_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
             break
         mapped.add(theirs)
 
-
-def _row_template_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
-    """`template` has plain {column} fields only: no attribute, no index, no format, which would run code or change
-    values."""
+    # Plain {column} fields only: no attribute, no index, no format, which would run code or change values.
     for ours, text in entry.template.items():
         key = f"template.{ours}"
         if ours not in TEMPLATED:
@@ -241,8 +238,6 @@ def _row_template_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
         names = " and ".join([*entry.columns, *entry.template])
         yield CrossCheck("template", f"{names} belong to no one layout", LAYOUTS_IN_WORDS)
 
-
-def _template_argument_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
     for name, value in entry.chat_template_kwargs.items():
         key = f"chat_template_kwargs.{name}"
         parts = value if isinstance(value, list) else [value]

@@ -12,8 +12,7 @@ import pytest
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.recipe.sections.pipelines import SCHEDULES
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
-from finetune.strategies.accelerator import check_launch
-from tests.support.runs.launching import ALONE
+from tests.support.runs.launching import ALONE, check_launch
 from tests.support.runs.recipes import SETTING, least_recipe
 
 FOUR = replace(ALONE, world_size=4, on_cpu=True)

@@ -89,7 +89,7 @@ def compiled_step(method: str, *, recomputed: bool = False, tokens: int = TOKENS
         shape: Settings of the model's configuration other than Llama 3.1 8B's.
     """
     model, base = _one_layer(method, recomputed, shape)
-    compiled = CompiledLayers(required=True, log=print)
+    compiled = CompiledLayers(required=True, say=print)
     compiled._tried = lambda *_: True  # type: ignore[method-assign]  # kernels that do nothing cannot be compared
     compile_layers(base, compiled)
     row = flat_batch([DOCUMENT] * (tokens // DOCUMENT))

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from finetune.files import write_json
-from finetune.generation.generate import stop_on
+from finetune.generation.settings import stop_on
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.new_tokens import load_tokenizer
 from finetune.recipe.loader import load_recipe

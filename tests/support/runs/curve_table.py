@@ -18,8 +18,8 @@ import pytest
 
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.strategy import read_strategy
-from finetune.strategies.packages import engine_package, refuse_missing
-from finetune.strategies.zero_requirements import compile_engine, require_engine
+from finetune.strategies.packages import engine_package, missing_of
+from finetune.strategies.zero_requirements import compile_engine, engine_problems
 from tests.support.runs.cells import ROOT, launch
 from tests.support.runs.one_curve import LENGTHS, curve_of, reference, write_curve_recipe
 from tests.support.runs.reference import Step
@@ -127,9 +127,10 @@ class Cell:
 
 def require_deepspeed(strategy: str) -> None:
     """Raise EnvironmentMismatch where DeepSpeed cannot run the strategy on this machine's CPU."""
-    refuse_missing([engine_package(read_strategy(strategy))])
-    require_engine(read_strategy(strategy), on_cpu=True)
-    compile_engine(read_strategy(strategy), on_cpu=True)
+    zero = read_strategy(strategy)
+    for problem in filter(None, [missing_of([engine_package(zero)]), *engine_problems(zero, on_cpu=True)]):
+        raise EnvironmentMismatch(problem)
+    compile_engine(zero, on_cpu=True)
 
 
 def skip_where_missing(strategy: str) -> None:

@@ -15,6 +15,10 @@ from typing import Any
 
 from finetune.files import read_lines
 from finetune.launch.launcher import Launch
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
+from finetune.recipe.strategy_fit import refuse_recipe
+from finetune.strategies.machine import refuse_machine
 from tests.support.runs.two_hosts import Host
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -22,13 +26,20 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ALONE = Launch(
     words=("accelerate", "launch"),
-    asked_processes=None,
+    requested_processes=None,
     config_file=None,
     threads_chosen=True,
     world_size=1,
     rank=0,
     on_cpu=False,
 )
+
+
+def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
+    """Both halves of `refuse`: the recipe's alone, then this machine's. Returns the strategy."""
+    strategy = refuse_recipe(recipe)
+    refuse_machine(recipe, strategy, launch)
+    return strategy
 
 
 @dataclass(frozen=True)

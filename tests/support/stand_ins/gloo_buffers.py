@@ -13,7 +13,7 @@ import torch
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from finetune.planner.trace.recorder import tensors_in
+from finetune.architecture.operations import nested_tensors
 
 SECONDS = 60.0  # after which a collective's buffers are held by somebody else
 # What FSDP2 and DeepSpeed call, and what DTensor calls; "single" are names since torch 2.13.
@@ -37,7 +37,7 @@ def let_go_at_once() -> None:
 
 def _and_dropped(collective: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = list(nested_tensors((args, kwargs)))
         before = _holders(tensors)
         work = collective(*args, **kwargs)
         if work is not None:
