@@ -32,6 +32,7 @@ for path in sys.argv[1:]:
             read = list(reader.rows())
             mistakes = [row.problem for row in read if row.problem]
             first = read[0].read
+            first = getattr(first, "chosen", getattr(first, "answer", first))
             roles = [turn["role"] for turn in first.messages] if hasattr(first, "messages") else ["text"]
             found.setdefault(path, []).append([entry.path, len(read), roles, mistakes])
 print(json.dumps(found))
@@ -43,7 +44,11 @@ ROLES = {
     "allenai/tulu-3-sft-mixture": [CHAT * 2],
     "open-thoughts/OpenThoughts-114k": [["system", *CHAT]],
     "HuggingFaceH4/Multilingual-Thinking": [["system", *CHAT]],
+    "meta-math/MetaMathQA": [["text"]],  # by data.train.template
+    "openai/gsm8k": [CHAT, ["text"]],
+    "Intel/orca_dpo_pairs": [CHAT, ["system", *CHAT]],
     "roneneldan/TinyStories": [["text"]],
+    "emozilla/pg19": [["text"]],
 }
 
 

@@ -18,7 +18,7 @@ from tests.support.hub.data_sets import DATA_SETS
 from tests.support.runs.as_written import NEEDED, train_as_written
 from tests.support.runs.recipe_results import RESULTS, recipes, sha256_of
 
-COUNT = 58
+COUNT = 61
 SAMPLE = ["llama3_fsdp", "llama3_zero3", "qwen3_8b_lora_sql_1x24gb", "smollm2_1.7b_full_text_1x48gb"]
 SAMPLE_STEPS = 3
 AGAIN = "run python benchmarks/train_recipes.py"

@@ -34,7 +34,7 @@ from tests.support.runs.recipe_results import known
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCHEMA = ROOT / "finetune" / "recipe.schema.json"
-COUNT = 58
+COUNT = 61
 SCHEME = re.compile(
     r"(?P<family>llama3|qwen3(?:\.5)?|mistral|smollm[23]|gemma3|phi4|gpt_oss)(?:_(?P<size>[\d.]+[bm])(?:_(?P<active>a\d+b))?)?"
     r"_(?P<method>full|lora|qlora|int8)"
@@ -57,7 +57,7 @@ PLAIN = {
     "llama3_full": ("full", "fsdp2"),
 }
 # GPUs, GB of one, nodes: the budgets that there is a recipe for.
-BUDGETS = {(0, 0, 1), (1, 8, 1), (1, 16, 1), (1, 24, 1), (1, 48, 1), (1, 80, 1), (1, 141, 1)}
+BUDGETS = {(0, 0, 1), (1, 8, 1), (1, 16, 1), (1, 24, 1), (1, 32, 1), (1, 48, 1), (1, 80, 1), (1, 141, 1)}
 BUDGETS |= {(2, 12, 1), (2, 24, 1), (4, 24, 1), (2, 80, 1), (8, 80, 1), (2, 24, 2), (8, 80, 2)}
 LLAMAS = {
     "Llama-3.2-1B",

@@ -32,8 +32,9 @@ ALONE = """
     gemma3_12b_qlora_1x24gb gpt_oss_20b_lora_reasoning_1x80gb gpt_oss_20b_qlora_reasoning_1x24gb llama3_1b_lora_1x8gb
     llama3_70b_int8_1x141gb llama3_70b_qlora_1x80gb llama3_8b_lora_1x24gb llama3_8b_lora_1x80gb llama3_8b_qlora_1x16gb
     llama3_qlora mistral_7b_lora_1x24gb phi4_qlora_math_1x24gb qwen3.5_4b_lora_reasoning_1x24gb
-    qwen3_30b_a3b_lora_code_1x80gb qwen3_30b_a3b_qlora_code_1x24gb qwen3_4b_lora_tools_1x24gb qwen3_8b_lora_sql_1x24gb
-    qwen3_8b_qlora_chat_1x24gb qwen3_8b_qlora_reasoning_1x24gb smollm2_1.7b_full_text_1x48gb smollm2_135m_full_cpu
+    qwen3.5_35b_a3b_qlora_reasoning_1x32gb qwen3_30b_a3b_lora_code_1x80gb qwen3_30b_a3b_qlora_code_1x24gb
+    qwen3_4b_lora_tools_1x24gb qwen3_8b_lora_sql_1x24gb qwen3_8b_qlora_chat_1x24gb qwen3_8b_qlora_reasoning_1x24gb
+    smollm2_1.7b_full_text_1x48gb smollm2_135m_full_cpu
 """.split()
 TOGETHER = """
     llama3_3b_full_zero2_offload_2x24gb llama3_70b_full_fsdp2_2x8x80gb llama3_70b_lora_hsdp_2x8x80gb

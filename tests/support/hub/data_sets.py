@@ -149,6 +149,12 @@ def tiny_stories(draw: Draw) -> Row:
     return {"text": f"One day {text(draw, 60, 120)}.\n\nThen {text(draw, 60, 120)}."}
 
 
+def pg19(draw: Draw) -> Row:
+    """A book. The real ones have about 90,000 tokens."""
+    row: Row = {"short_book_title": text(draw, 2, 4), "publication_date": draw.randint(1600, 1918)}
+    return row | {"url": "http://www.gutenberg.org/ebooks/1", "text": text(draw, 120, 240)}
+
+
 def aya(draw: Draw) -> Row:
     words, language, code = draw.choice([(WORDS, "English", "eng"), (HANGUL, "Korean", "kor")])
     row: Row = {"inputs": text(draw, 3, 8, words), "targets": text(draw, 10, 25, words)}
@@ -265,6 +271,7 @@ DATA_SETS = {
     "roneneldan/TinyStories": DataSetPage(
         2_119_719, "CDLA-Sharing-1.0", {DEFAULT: tiny_stories}, ("train", "validation")
     ),
+    "emozilla/pg19": DataSetPage(28_602, "see its page", {DEFAULT: pg19}, ("train", "validation", "test")),
     "HuggingFaceH4/ultrafeedback_binarized": DataSetPage(
         61_135, "MIT", {DEFAULT: ultrafeedback}, ("train_prefs", "test_prefs")
     ),
