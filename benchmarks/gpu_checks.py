@@ -101,7 +101,7 @@ def environment(lines: Lines, *, shrunken: bool) -> None:
         with lines.check("outside of the allocator") as found:
             import torch
 
-            from finetune.measure.out_of_memory import memory_of
+            from finetune.measure.phases import memory_of
 
             found["bytes"] = memory_of(torch.device("cuda")).others
             found["seen"] = f"{found['bytes'] / 1e9:.3f} GB: CUDA's context and cuBLAS, and other programs' memory"

@@ -1,4 +1,4 @@
-"""Units, phases and counts in messages: 1 row, 2 rows, 12,345 rows. And settings that are one word in a recipe and several in a line."""
+"""Units, phases and counts in messages: 1 row, 2 rows, 12,345 rows. And settings as words in a line."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ from finetune.generation.generate import (
     round_ends,
 )
 from finetune.generation.settings import answering
-from finetune.measure.out_of_memory import is_out_of_memory, memory_of
+from finetune.measure.out_of_memory import is_out_of_memory
+from finetune.measure.phases import memory_of
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.scoring.metrics import Metric, Scored, Unread, fitting_metrics, scores_of
 from finetune.strategies.pieces import Ranks

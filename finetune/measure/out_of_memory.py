@@ -5,18 +5,14 @@ A run that is out of memory has written nothing since: its checkpoints are intac
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from finetune.errors import DoesNotFit
-from finetune.measure.host_memory import available_bytes
-from finetune.measure.phases import peak_bytes
+from finetune.measure.phases import Memory
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
 from finetune.wording import GIB
@@ -26,22 +22,6 @@ _WORDS = re.compile(r"out of memory|DefaultCPUAllocator|ALLOC_FAILED|Cannot allo
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 SHOWN_CHANGES = 3  # changes named in the message
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Memory of one device, in bytes."""
-
-    total: int
-    taken: int  # by this process; on a CPU by all processes, and beyond a container's limit
-    peak: int  # of this process so far
-    others: int = 0  # taken by other programs, where that is known
-    sharing: int = 1  # ranks that have it together
-
-    @property
-    def free(self) -> int:
-        """Bytes for this process, with what the allocator keeps for later."""
-        return (self.total - self.taken - self.others) // self.sharing
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -57,17 +37,6 @@ def requested_bytes(error: BaseException) -> int | None:
     if match:
         return int(float(match[1]) * _UNITS[match[2]])
     return None
-
-
-def memory_of(device: torch.device) -> Memory:
-    """The device's memory at this moment."""
-    if device.type != "cuda":
-        host = psutil.virtual_memory()
-        taken, ranks = host.total - min(host.total, available_bytes()), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return Memory(host.total, taken, peak_bytes(device), sharing=ranks)
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    return Memory(total, torch.cuda.memory_allocated(device), peak_bytes(device), max(0, total - free - reserved))
 
 
 def does_not_fit(

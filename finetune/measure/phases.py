@@ -6,6 +6,7 @@ memory is host memory, counted by its tensors.
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Iterable, Iterator
@@ -13,12 +14,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import psutil
 import torch
 from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
 from finetune.files import loading_in_this_thread
 from finetune.measure.collectives import CollectiveStats, Traffic
+from finetune.measure.host_memory import available_bytes
 from finetune.measure.live_tensors import LiveTensors
 from finetune.wording import GIB
 
@@ -193,6 +196,33 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._storages.see((args, kwargs, result))
         return result
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one device, in bytes."""
+
+    total: int
+    taken: int  # by this process; on a CPU by all processes, and beyond a container's limit
+    peak: int  # of this process so far
+    others: int = 0  # taken by other programs, where that is known
+    sharing: int = 1  # ranks that have it together
+
+    @property
+    def free(self) -> int:
+        """Bytes for this process, with what the allocator keeps for later."""
+        return (self.total - self.taken - self.others) // self.sharing
+
+
+def memory_of(device: torch.device) -> Memory:
+    """The device's memory at this moment."""
+    if device.type != "cuda":
+        host = psutil.virtual_memory()
+        taken, ranks = host.total - min(host.total, available_bytes()), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return Memory(host.total, taken, peak_bytes(device), sharing=ranks)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return Memory(total, torch.cuda.memory_allocated(device), peak_bytes(device), max(0, total - free - reserved))
 
 
 def peak_of(device: torch.device) -> Literal["tensors", "process"]:

@@ -18,7 +18,7 @@ from finetune.base.identity import base_in_words, is_same_base
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.launcher import Launch
 from finetune.launch.signals import StopRequest
-from finetune.measure.out_of_memory import memory_of
+from finetune.measure.phases import memory_of
 from finetune.model.optimizer import Schedule
 from finetune.recipe.mixed_precision import BASE_FORMAT, PRECISION, ChosenFormats
 from finetune.recipe.schema import Recipe

@@ -10,8 +10,7 @@ import torch
 
 from finetune.launch.launcher import continue_command
 from finetune.launch.plan_request import PlanRequest, ask_once, ask_planner
-from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory, memory_of
-from finetune.measure.phases import Phase, Phases, peak_bytes, peak_reserved
+from finetune.measure.phases import Phase, Phases, memory_of, peak_bytes, peak_reserved
 from finetune.strategies.machine import device_of
 from finetune.training.agreement import Agreed
 from finetune.training.watchdog import Progress
@@ -85,6 +84,8 @@ def out_of_memory_explained(agreed: Agreed, progress: Progress, phases: Phases) 
     try:
         yield request
     except (RuntimeError, MemoryError, OSError) as error:
+        from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory
+
         if not is_out_of_memory(error):
             raise
         if agreed.recomputation and phases.current != "load":

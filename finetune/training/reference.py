@@ -29,8 +29,7 @@ from finetune.generation.generate import activation_bytes
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.determinism import deterministic_algorithms
 from finetune.measure.metrics import Terminal
-from finetune.measure.out_of_memory import memory_of
-from finetune.measure.phases import Phases, give_back_cached_memory
+from finetune.measure.phases import Phases, give_back_cached_memory, memory_of
 from finetune.model.dtypes import COMPUTE
 from finetune.recipe.sections.preferences import Dpo, Kto, names_second_model
 from finetune.strategies.assemble import Assembled, assemble, check_vocabulary

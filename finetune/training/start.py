@@ -28,7 +28,7 @@ from finetune.files import write_json, write_text
 from finetune.launch.launcher import Launch, continue_command
 from finetune.launch.signals import STARTED_AT, StopRequest
 from finetune.measure.environment import environment
-from finetune.measure.out_of_memory import memory_of
+from finetune.measure.phases import memory_of
 from finetune.model.adapter_targets import has_experts
 from finetune.model.build import attention_name
 from finetune.model.dtypes import COMPUTE, dtype_name

@@ -25,7 +25,7 @@ from finetune.generation.generate import (
 )
 from finetune.generation.held_out import Batching, ScoredSet, generated_answers, layers_left_out, tokens_that_fit
 from finetune.generation.settings import answering
-from finetune.measure.out_of_memory import Memory, memory_of
+from finetune.measure.phases import Memory, memory_of
 from finetune.scoring.metrics import Scored
 from finetune.strategies.pieces import Ranks
 from finetune.tokens.encoder import SamplePrompt

@@ -9,10 +9,10 @@ import torch
 
 from finetune.launch.plan_request import PlanRequest
 from finetune.measure.metrics import StepRecord, Window
-from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import (
     Phases,
     give_back_cached_memory,
+    memory_of,
     peak_allocated,
     peak_bytes,
     peak_reserved,

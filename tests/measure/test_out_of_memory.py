@@ -11,7 +11,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from finetune.measure.out_of_memory import Memory, does_not_fit, is_out_of_memory, requested_bytes, smaller
+from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory, requested_bytes, smaller
+from finetune.measure.phases import Memory
 from finetune.recipe.schema import Data, DataSet, ModelSection, Recipe, Training
 from finetune.run_folder.checkpoint import newest_valid
 from finetune.train import main

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from finetune.files import cache_folder, read_sealed, write_sealed
-from finetune.measure.out_of_memory import Memory
+from finetune.measure.phases import Memory
 from finetune.train import main as train
 from finetune.training import reference
 from finetune.wording import GIB
