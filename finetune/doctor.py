@@ -137,6 +137,7 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
     from finetune.launch.launcher import read_launch
     from finetune.launch.local_ranks import ranks_here
     from finetune.launch.plan import plan_launch
+    from finetune.recipe.strategy import strategy_of
     from finetune.recipe.strategy_fit import refuse_recipe
     from finetune.strategies.machine import device_of, fastest_on, machine_problems
 
@@ -149,11 +150,12 @@ def check_start(loaded: LoadedRecipe) -> Iterator[Finding]:
     launch = replace(read_launch(), words=words, on_cpu=not recipe.budget.gpus)
     if (device := device_of(launch)).type == "cuda":  # number formats that the recipe leaves to its device
         recipe = loaded.formats_for(fastest_on(device))[0].recipe
+    problems = list[tuple[str, str]]()
     try:
-        problems = [*machine_problems(recipe, refuse_recipe(recipe), launch)]
+        refuse_recipe(recipe)
     except EnvironmentMismatch as error:
-        problems = [("strategy", str(error))]
-    for topic, problem in problems:
+        problems.append(("strategy", str(error)))
+    for topic, problem in [*problems, *machine_problems(recipe, strategy_of(recipe), launch)]:
         yield Finding(topic, "bad", *FinetuneError(problem).parts())
     model = recipe.model
     if weights_are_here(model.name_or_path, model.revision):

@@ -143,7 +143,7 @@ def choose_recomputation(
     Args:
         config: The model's, as `planned_config` returns it; None: it is not known.
         gpus: None: a CPU, whose memory `ranks` share.
-        rows_before: Of a micro-batch of the run that is resumed, which keeps them if more would fit. 0: a new run.
+        rows_before: The resumed run's rows in a micro-batch; it keeps them if more would fit. 0: a new run.
     """
     training = recipe.training
     of_rows = training.per_device_batch_size == "auto"

@@ -236,7 +236,8 @@ def failure_reason(run_dir: Path | None, log: str) -> str:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that its processes and its folder are removed."""
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that its processes and its folder are removed. An ignored
+    SIGHUP (nohup) stays ignored."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

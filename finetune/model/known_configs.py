@@ -242,7 +242,7 @@ def planned_config(name_or_path: str, revision: str = "main") -> tuple[dict[str,
 
 
 def config_if_known(section: ModelSection) -> dict[str, Any] | None:
-    """What `planned_config` finds; None where it raises."""
+    """`planned_config`'s configuration; None if it raises FinetuneError."""
     try:
         return planned_config(section.name_or_path, section.revision)[0]
     except FinetuneError:

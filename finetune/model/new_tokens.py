@@ -147,8 +147,8 @@ def add_rows(model: PreTrainedModel, section: ModelSection, *, fill: bool = True
     if not fill or model.device.type == "meta":
         return new.ids
     with torch.no_grad():
-        tied = {id(tensor): tensor for tensor in (embeddings.weight, head.weight, head.bias) if tensor is not None}
-        for tensor in tied.values():  # [rows, hidden], or [rows] of a bias; means are computed in float32
+        distinct = {id(tensor): tensor for tensor in (embeddings.weight, head.weight, head.bias) if tensor is not None}
+        for tensor in distinct.values():  # [rows, hidden], or [rows] of a bias; means are computed in float32
             whole: Tensor | None = None
             for row, pieces in new.starts.items():
                 if pieces:

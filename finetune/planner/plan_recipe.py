@@ -135,7 +135,8 @@ def plan_recipe(
         stage: Plan this pipeline stage alone, from 0 on.
         must_fit: Raise DoesNotFit as soon as it is certain, after about half the plan's time.
         keeps_gradients: FSDP2 reduces gradients once a step, as a run has chosen; None: as a run on `gpus` would.
-        memory_alone: The step that makes the optimizer's state has short rows, which halves the time. `work` is wrong.
+        memory_alone: The step that makes the optimizer's state has one short micro-batch, and losses take three chunks,
+            which halves the time. `work` is wrong.
     """
     strategy = refuse_recipe(recipe)
     problem = missing_packages(recipe, strategy, plan=True)

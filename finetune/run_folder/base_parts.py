@@ -243,8 +243,8 @@ def copy_code(folder: Path, section: ModelSection) -> None:
                 return f"{section.name_or_path}--{name}"
             return name
 
-        if (structure := placed(names)) != names:
-            write_settings(file, settings | {"auto_map": structure})
+        if (auto_map := placed(names)) != names:
+            write_settings(file, settings | {"auto_map": auto_map})
 
 
 def untrained_tensors(section: ModelSection, model: PreTrainedModel | None = None) -> dict[str, tuple[str, str]]:

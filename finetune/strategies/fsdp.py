@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -75,15 +76,10 @@ def shard_model(
     """
     check_units(decoder, strategy)
     full = {}
-    if dist.get_rank() == 0:
-        named = (*decoder.named_parameters(), *decoder.named_buffers())
-        full = {name: tensor.detach() for name, tensor in named}
-    with ties_kept(decoder):  # to meta, not by `Module.to`, which fails on a planner's fake tensors in torch 2.13
-        for name, parameter in list(decoder.named_parameters()):
-            empty = torch.empty_like(parameter.detach(), device="meta")
-            replace_tensor(decoder, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-        for name, buffer in list(decoder.named_buffers()):
-            replace_tensor(decoder, name, torch.empty_like(buffer, device="meta"))
+    if dist.get_rank() == 0:  # no other name for them: `_fill` frees each one in host memory when it is sent
+        full = {name: tensor.detach() for name, tensor in chain(decoder.named_parameters(), decoder.named_buffers())}
+    with ties_kept(decoder):
+        _empty(decoder)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32)
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if strategy.offloaded else OffloadPolicy()
     for unit, reshard in _units(decoder, strategy.reshard_after_forward):
@@ -172,6 +168,16 @@ def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace a parameter or buffer, by its dotted name."""
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, tensor)
+
+
+def _empty(module: nn.Module) -> None:
+    """Move to meta. Not by `Module.to`, which fails on a planner's fake tensors in torch 2.13. A function by itself, so
+    that no name keeps the last tensor."""
+    for name, parameter in list(module.named_parameters()):
+        empty = torch.empty_like(parameter.detach(), device="meta")
+        replace_tensor(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    for name, buffer in list(module.named_buffers()):
+        replace_tensor(module, name, torch.empty_like(buffer, device="meta"))
 
 
 def _fill(

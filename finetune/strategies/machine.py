@@ -96,7 +96,7 @@ def machine_problems(recipe: Recipe, strategy: Strategy, launch: Launch) -> Iter
 
 
 def gpu_problems(recipe: Recipe, launch: Launch) -> Iterator[str]:
-    """What the recipe needs and these GPUs do not compute: each problem with the settings to write.
+    """The problems of this launch's GPUs, each with the settings to write.
 
     torch and Accelerate both count emulated bfloat16, many times slower, as support.
     """
@@ -175,6 +175,8 @@ def why_torch_sees_no_gpu(driver: Path = DRIVER) -> str:
     built, remedy = "the CPU", "install torch's wheel for CUDA: https://pytorch.org/get-started"
     if torch.version.cuda:
         built, remedy = f"CUDA {torch.version.cuda}", OLDER_WHEELS
+        if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+            built, remedy = f"{built}, with CUDA_VISIBLE_DEVICES={visible!r}", f"unset that variable, or {OLDER_WHEELS}"
     return f"torch {torch.__version__}, built for {built}, sees no GPU behind this driver{installed}; {remedy}"
 
 
@@ -236,6 +238,7 @@ def _check_same_strategy(recipe: Recipe, recipe_side: Strategy, launch_side: Str
 
 
 def computes_on_cpu(launch: Launch) -> bool:
+    """Whether this launch trains on a CPU, by its own word or because torch sees no GPU."""
     return launch.on_cpu or not torch.cuda.is_available()
 
 

@@ -77,15 +77,15 @@ def out_of_memory_explained(agreed: Agreed, progress: Progress, phases: Phases) 
     """Put this around a training. A failed allocation becomes DoesNotFit, with plan, measurement and changes that would
     take less.
 
-    Yields the request, which the receipt has too. The planner may take a minute. This rank's heartbeat continues
-    meanwhile.
+    Yields the request, which the receipt has too. A failure asks the planner, which may take a minute. This rank's
+    heartbeat continues meanwhile.
     """
-    request = plan_request(agreed)  # before memory is short
+    from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory
+
+    request = plan_request(agreed)  # this and the import before memory is short
     try:
         yield request
     except (RuntimeError, MemoryError, OSError) as error:
-        from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory
-
         if not is_out_of_memory(error):
             raise
         if agreed.recomputation and phases.current != "load":

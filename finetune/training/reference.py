@@ -320,7 +320,7 @@ def _summed(accelerator: Accelerator, values: np.ndarray) -> np.ndarray:
 def _read_by_all(
     accelerator: Accelerator, file: Path, key: str | None, shapes: dict[str, tuple[int, ...]]
 ) -> ReferenceValues | None:
-    """Rank 0's kept reference on every rank; None if it has none, or not what was written for this key (None: any)."""
+    """Rank 0's kept reference on every rank; None if rank 0 has none, or one of another key. `key` None accepts all."""
     content = read_sealed(file) if accelerator.is_main_process else None
     values: dict[str, np.ndarray] = {}
     if isinstance(content, dict) and key in (None, content.get("key")):

@@ -53,9 +53,11 @@ def write_samples(agreed: Agreed, run: Run, parts: Assembled, *, when: str, step
     terminal = run.output.terminal
     if joined:
         lengths = sorted(len(prompt.prompt_ids) for prompt in prompts)
-        batches = prompt_batches(lengths, new, BATCH_TOKENS if shared else 0)
+        batches = len(prompt_batches(lengths, new, BATCH_TOKENS if shared else 0))
+        if pipeline is None:  # the ranks share the batches out
+            batches = -(-batches // agreed.launch.world_size)
         again = " The same again after training." if when == "before" else ""
-        terminal.log(cost_in_words(len(prompts), len(batches), new, staged=pipeline is not None) + again)
+        terminal.log(cost_in_words(len(prompts), batches * new, new, staged=pipeline is not None) + again)
     batching = Batching(shared, accelerator.device, all_ranks() if sharded else Ranks(), sharded, pipeline is not None)
     questions = ScoredSet("the prompts", list(prompts), [], [], new)
     model, begun = parts.unwrapped_model, f"samples {when} training: "
@@ -71,17 +73,14 @@ def write_samples(agreed: Agreed, run: Run, parts: Assembled, *, when: str, step
     run.output.write_samples(lines)
 
 
-def cost_in_words(prompts: int, batches: int, new: int, *, staged: bool) -> str:
+def cost_in_words(prompts: int, forwards: int, new: int, *, staged: bool) -> str:
     """How many forwards the answers take at most, and what each costs beside its products.
 
     Args:
         new: Tokens of the longest answer. Answers that all end before make fewer forwards.
     """
-    batching = f"in {counted(batches, 'batch', 'batches')}"
-    if batches == prompts > 1:
-        batching = "one at a time"
     cost = "each computes all tokens again, through all stages" if staged else "each gathers the weights"
     return (
-        f"samples: {counted(prompts, 'prompt')} {batching}, {counted(new, 'new token')} each: at most "
-        f"{counted(batches * new, 'forward')}, and {cost}; samples.max_new_tokens and samples.count make them fewer."
+        f"samples: {counted(prompts, 'prompt')}, {counted(new, 'new token')} each: at most "
+        f"{counted(forwards, 'forward')}, and {cost}; samples.max_new_tokens and samples.count make them fewer."
     )

@@ -238,8 +238,8 @@ def test_the_chat_template_is_for_tasks_that_generate(
 
 def by_hand(run: Path, folder: Path, which: str) -> float:
     """The task's accuracy: which of the two choices, after a blank, has the higher probability."""
-    from finetune.answers.evaluation import models_of
     from finetune.finished_run import finished_run as open_finished
+    from finetune.finished_run import models_of
     from finetune.model.new_tokens import load_tokenizer
 
     opened = open_finished(run)

@@ -205,7 +205,7 @@ def test_a_stage_of_many_micro_batches_is_planned_from_few(folder: Path, monkeyp
     traced = note_few(monkeypatch)
     of_few = plan_recipe(recipe, None, ranks=2, stage=1)
     assert traced == [(3, 4, 5)]
-    monkeypatch.setattr(trace_to_depth, "_fewer_micro_batches", lambda _: None)
+    monkeypatch.setattr(trace_to_depth, "steps_alike", lambda *_: None)
     of_all = plan_recipe(recipe, None, ranks=2, stage=1)
     assert memory(of_few) == memory(of_all)
     assert of_few.work.collectives == of_all.work.collectives
@@ -230,7 +230,7 @@ def test_a_step_of_many_micro_batches_is_planned_from_few(
     of_few = plan_recipe(recipe, parse_gpus(f"{gpus}xRTX4090"))
     assert len(traced) == 2
     assert all(more < count for _, more, count in traced)
-    monkeypatch.setattr(trace_to_depth, "_fewer_micro_batches", lambda _: None)
+    monkeypatch.setattr(trace_to_depth, "steps_alike", lambda *_: None)
     of_all = plan_recipe(recipe, parse_gpus(f"{gpus}xRTX4090"))
     for few, every in zip(of_few.stages, of_all.stages, strict=True):
         assert memory(few) == memory(every)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -236,6 +237,25 @@ def test_every_rank_gets_its_rows_and_each_row_is_written_once(world: int, copie
                 if (piece := piece_to_write(parameter, rank)) is not None and piece.tensor.numel():
                     written[name].append((piece.start, piece.tensor.numel()))
     assert all(covers(written[name], full[name].numel()) for name in full)
+
+
+def test_rank_0_frees_each_tensor_when_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the whole model stays in host memory until the last shard is sent."""
+    requested = half_recipe(save_tiny(tmp_path / "base"), tmp_path, "fsdp2")
+    strategy, alive = read_strategy("fsdp2"), list[int]()
+    scattered = fsdp._scattered
+    with Scattered().rank(0, 2):
+        decoder = decoder_parts(build_model(requested, CPU))
+        # The storage of each weight lives as long as this object, whatever tensor or list holds it.
+        watched = [weakref.ref(parameter.untyped_storage()) for parameter in decoder.parameters()]
+
+        def counting(*arguments: Any) -> Tensor:
+            alive.append(sum(storage() is not None for storage in watched))
+            return scattered(*arguments)
+
+        monkeypatch.setattr(fsdp, "_scattered", counting)
+        shard_model(decoder, strategy, make_mesh(strategy, CPU), CPU, torch.bfloat16)
+    assert alive == list(range(len(watched), 0, -1))
 
 
 @pytest.mark.parametrize(

@@ -203,8 +203,14 @@ def test_a_driver_that_torch_is_too_new_for_is_named(tmp_path: Path, monkeypatch
     assert why_torch_sees_no_gpu(tmp_path / "none") == ""
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01\nGCC version: 12\n")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "built for CUDA 13.0, sees no GPU behind this driver: NVRM" in why_torch_sees_no_gpu(tmp_path / "version")
     assert "535.183.01; for an older driver or card: pip install" in why_torch_sees_no_gpu(tmp_path / "version")
+    with monkeypatch.context() as hidden:  # a healthy GPU, hidden by the user
+        hidden.setenv("CUDA_VISIBLE_DEVICES", "")
+        line = why_torch_sees_no_gpu(tmp_path / "version")
+    assert "built for CUDA 13.0, with CUDA_VISIBLE_DEVICES='', sees no GPU" in line
+    assert "535.183.01; unset that variable, or for an older driver or card: pip install" in line
     monkeypatch.setattr(machine.why_torch_sees_no_gpu, "__defaults__", (tmp_path / "version",))
     with pytest.raises(EnvironmentMismatch, match=r"^budget: torch .* sees no GPU behind this driver.*budget.gpus=0$"):
         check_launch(half_recipe(budget={"gpus": 1}), ALONE)

@@ -147,9 +147,7 @@ def test_answers_are_as_long_as_the_references_unless_weights_are_sharded_or_the
 
 
 def test_the_cost_is_a_line() -> None:
-    together = cost_in_words(3, 1, 16, staged=False)
-    assert together.startswith(
-        "samples: 3 prompts in 1 batch, 16 new tokens each: at most 16 forwards, and each gathers"
-    )
-    alone = cost_in_words(3, 3, 16, staged=True)
-    assert "one at a time, 16 new tokens each: at most 48 forwards, and each computes all tokens again" in alone
+    together = cost_in_words(3, 16, 16, staged=False)
+    assert together.startswith("samples: 3 prompts, 16 new tokens each: at most 16 forwards, and each gathers")
+    alone = cost_in_words(3, 48, 16, staged=True)
+    assert "16 new tokens each: at most 48 forwards, and each computes all tokens again" in alone

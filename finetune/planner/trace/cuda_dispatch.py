@@ -161,8 +161,8 @@ def _attention(
     bias = attn_mask
     if attn_mask is not None:  # in the query's format, rows padded, one view for all heads
         if attn_mask.dtype == torch.bool:
-            minus = attn_mask.logical_not()
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(minus, float("-inf"))
+            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = zeros.masked_fill_(attn_mask.logical_not(), float("-inf"))  # [B, 1, T, T], freed at once
         columns = attn_mask.shape[-1]
         if columns % BIAS_MULTIPLE:
             attn_mask = F.pad(attn_mask, (0, -columns % BIAS_MULTIPLE))[..., :columns]

@@ -44,8 +44,10 @@ def _flash(*arguments: Any) -> int:
 
 
 def _rows_and_sequences(arguments: Sequence[Any]) -> tuple[int, int]:
-    """Of mha_bwd's query [batch, heads, tokens, head_dim], or mha_varlen_bwd's [tokens, heads, head_dim], whose
-    documents are a block apart."""
+    """Rows of the kernel's sums, and sequences. mha_bwd's query is [batch, heads, tokens, head_dim].
+
+    mha_varlen_bwd's is [tokens, heads, head_dim]; its documents are a block apart.
+    """
     query: torch.Tensor = arguments[1]
     if query.ndim == 4:
         return query.shape[0] * rounded_up(query.shape[2], FLASH_BLOCK), query.shape[0]

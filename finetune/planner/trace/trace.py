@@ -116,7 +116,7 @@ def trace(
     build = build_on_device = dataless_build(recipe, dtype=dtype)
     objective = objective_of(recipe)
     units = sum(objective.count(batch) for batch in batches)
-    # Where positions restart within a row, it has several documents, or padding.
+    # A row whose positions restart has several documents, or padding.
     masks = any(bool((batch["position_ids"].diff(dim=1) != 1).any()) for batch in batches)
     # Registered for a CPU's plan too. Autograd's engine reads the kinds of devices once, at a process's first backward,
     # and aborts at a tensor on a device that is registered later (torch 2.13).

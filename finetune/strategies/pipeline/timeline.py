@@ -1,6 +1,6 @@
 """The order in which each pipeline stage computes a step's micro-batches, when it does so, and how long it is idle.
 
-Arithmetic alone, without torch: for plans, and to compare with a recorder (recorder.py).
+Arithmetic alone, without torch: for plans, and to compare with `StageRecorder` (schedule.py).
 """
 
 from __future__ import annotations
