@@ -33,7 +33,7 @@ from tests.support.hub.server import TOKEN, WRITER
 from tests.support.runs.launching import check_launch
 from tests.support.stand_ins.pretend_cuda import pretended_cuda
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PLANTED = "hf_" + "q7Wz" * 9
 
 

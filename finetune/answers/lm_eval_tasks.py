@@ -27,7 +27,7 @@ def task_figures(
         say: Receives a line about the chat template, and the figures. Few-shot examples are turns under a template.
 
     Raises:
-        EnvironmentMismatch: lm-eval is not installed, or a task's data cannot be fetched.
+        EnvironmentMismatch: lm-eval is not installed, or it could not run: most often a task's data cannot be fetched.
         FinetuneError: lm-eval does not know a task.
     """
     try:

@@ -75,6 +75,7 @@ SCORED_BY = ("checker", "rows")  # keys of the request whose change scores answe
 KEPT_REPLIES = "endpoint.jsonl"  # a server's answers until all have come
 FEWEST_FAILED = 3  # prompts whose scorer failed, before most of them end the command
 PROMPTS_ALONE, PROMPTS_OF_RANK = 1, 4  # answered before their lines are written, by one process and by each rank
+PROMPTS_OF_SERVER = 64  # likewise, by a server
 WEAKER = ("tool_name", "json_valid")  # metrics that a wrong answer may pass
 GRADES = ("chrf",)  # metrics that no answer but the reference passes
 _Say = Callable[[str], None]
@@ -135,17 +136,20 @@ def sample_rows(
 
         draws = [(index, number) for index in left for number in range(request.count)]
         repeated = [index for index in left for _ in range(request.count)]
-        if endpoint is not None and left:
+        if endpoint is not None:
             kept, seeds = KeptAnswers(request.folder / KEPT_REPLIES, endpoint), Sampling(1.0, seed=request.seed)
-            questions = [(scored_set.items[index].place, prompts.questions[index]) for index in repeated]
-            samplings = [
-                Sampling(request.temperature, request.top_p, int(seeds.uniform(draw, 0) * 2**31)) for draw in draws
-            ]
-            answers = endpoint_answers(
-                endpoint, endpoint.model, questions, scored_set.max_new_tokens, show, kept, samplings
-            )
-            file.append(left, answers)
-            for note in server_notes(answers, [len(scored_set.prompts[index].prompt_ids) for index in repeated]):
+            given = list[Answer]()
+            for start in range(0, len(left), PROMPTS_OF_SERVER):  # a scorer that fails ends the command early
+                first, end = start * request.count, (start + PROMPTS_OF_SERVER) * request.count
+                questions = [(scored_set.items[index].place, prompts.questions[index]) for index in repeated[first:end]]
+                numbers = [int(seeds.uniform(draw, 0) * 2**31) for draw in draws[first:end]]
+                samplings = [Sampling(request.temperature, request.top_p, number) for number in numbers]
+                answers = endpoint_answers(
+                    endpoint, endpoint.model, questions, scored_set.max_new_tokens, show, kept, samplings
+                )
+                ranks.rank_0_first(partial(file.append, left[start : start + PROMPTS_OF_SERVER], answers))
+                given += answers
+            for note in server_notes(given, [len(scored_set.prompts[index].prompt_ids) for index in repeated]):
                 say(note)
             kept.forget()
         elif left:
@@ -422,13 +426,14 @@ class _AnswersFile:
     def _score(self, lines: Sequence[dict[str, Any]]) -> None:
         """Write a score into each answer, or the problem of a scorer that failed on it."""
         items = self.prompts.scored_set.items
+        among = [items[index] for index in self.prompts.numbers]  # not the rows that are held out
         for line in lines:
             item, answers = items[line["row"]], line["answers"]
             line.pop("problem", None)  # an earlier release's, of the whole prompt
             line["reference"] = item.reference
             try:
                 texts = [answer["text"] for answer in answers]
-                scores = scores_of(self.checker, texts, [item] * len(texts), items)
+                scores = scores_of(self.checker, texts, [item] * len(texts), among)
             except DataError as error:
                 scores = [Unread(one_line(str(error), 300)) for _ in answers]
             for answer, score in zip(answers, scores, strict=True):

@@ -15,15 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from finetune.data.cells import (
-    TOO_DEEP,
-    BadRow,
-    NotJson,
-    explain_json,
-    json_kind,
-    not_a_number,
-    parse_json,
-)
+from finetune.data.cells import TOO_DEEP, BadRow, NotJson, explain_json, json_kind, not_a_number, parse_json
 from finetune.output_stream import one_line
 from finetune.paths import BYTE_ORDER_MARK, open_bytes
 from finetune.untrusted.json_files import not_rows
@@ -210,7 +202,7 @@ def _after(sign: str, text: str, position: int) -> int:
 def decode_text(raw: bytes, offset: int, encoding: str | None = None) -> str:
     """A line's or a file's text, in UTF-8 for JSON (None). Raises BadRow with the byte's place in the file."""
     try:
-        if encoding == "utf-8" and b"\x1b$" in raw:
+        if encoding == "utf-8" and b"\x1b$" in raw and raw.isascii():
             raise BadRow("is ISO-2022-JP, not UTF-8; save the file as UTF-8, or write encoding: iso2022_jp")
         return raw.decode(encoding or "utf-8")
     except UnicodeDecodeError as error:

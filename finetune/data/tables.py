@@ -153,6 +153,8 @@ def read_csv(file: Path, delimiter: str | None, encoding: str | None, notes: Cou
             problem = None
         elif problem is None and encoding is None and is_binary(head):
             problem = "is a binary file; name the data themselves, as JSON Lines, CSV or Parquet"
+            if head.count(b"\0") * 3 > len(head):
+                problem += ", or name the encoding of a text: encoding: utf-16-le"
         elif problem is None and head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith((b'{"', b"[{")):
             problem = "this looks like JSON, not CSV; write path: json"
         if problem is not None:

@@ -61,18 +61,21 @@ class Sampling:
 
         A few rows at a time: with a vocabulary of 152k, a row's shares, their order and the copies of a sort are 6 MB.
         """
-        picks = []
-        for start in range(0, len(logits), PICKED_ROWS):
-            shares = torch.softmax(logits[start : start + PICKED_ROWS].double() / self.temperature, -1)
+
+        def picked(some: Tensor, numbers: Sequence[float]) -> Tensor:  # by itself, so that no name keeps a sort
+            shares = torch.softmax(some.double() / self.temperature, -1)
             if self.top_p < 1:
                 ranked, order = shares.sort(dim=-1, descending=True, stable=True)
                 left_out = ranked.cumsum(-1) - ranked >= self.top_p  # never the first
                 shares = shares.masked_fill(left_out.scatter(-1, order, left_out), 0.0)
             reached = shares.cumsum(-1)
-            of_rows = torch.tensor(uniforms[start : start + PICKED_ROWS], dtype=torch.float64, device=logits.device)
+            of_rows = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
             # Right of equal values: a token without a share is never picked.
-            picks.append(torch.searchsorted(reached, of_rows[:, None] * reached[:, -1:], right=True)[:, 0])
-        return torch.cat(picks).clamp(max=logits.shape[-1] - 1)
+            return torch.searchsorted(reached, of_rows[:, None] * reached[:, -1:], right=True)[:, 0]
+
+        parts = [slice(start, start + PICKED_ROWS) for start in range(0, len(logits), PICKED_ROWS)]
+        picks = torch.cat([picked(logits[part], uniforms[part]) for part in parts])
+        return picks.clamp(max=logits.shape[-1] - 1)
 
 
 def answer(

@@ -82,7 +82,7 @@ def held_out_set(
 
     Args:
         file, metrics, limit, max_new_tokens: Win over the recipe's eval.generate.
-        contents: Held-out rows' contents too, as a file's.
+        contents: Read held-out rows again, and return each row's chat or text. A file's rows always have theirs.
 
     Raises DataError if there is no row to answer, or a reference that a metric cannot read.
     """
@@ -112,7 +112,7 @@ def held_out_set(
             (first, *_) = scores_of(metric, [item.reference for item in part], part)
             if isinstance(first, Unread) and first.why:
                 raise DataError([f"{part[0].place}: metric {metric.name}: its reference as an answer: {first.why}"])
-    return ScoredSet(name, prompts, items, chosen, new_tokens, notes, chats)
+    return ScoredSet(name, prompts, items, chosen, new_tokens, notes, chats if contents or file is not None else [])
 
 
 ScoredRow = tuple[SamplePrompt, Scored, int, Any]  # the int: tokens of the reference; last, its Chat or Passage

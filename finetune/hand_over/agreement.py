@@ -134,23 +134,24 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
     for layer, _ in saved_dtypes:
         layer.compute_dtype = torch.float32
     stored: dict[nn.Parameter, Tensor] = {}
-
-    def narrow(module: nn.Module) -> list[nn.Parameter]:
-        own = module.parameters(recurse=False)
-        return [parameter for parameter in own if parameter.is_floating_point() and parameter.dtype != torch.float32]
+    # Listed once: peft moves a parameter that an adapter names out of its module while that module computes.
+    narrow: dict[nn.Module, list[nn.Parameter]] = {}
 
     def widen(module: nn.Module, *_: Any) -> None:
-        for parameter in narrow(module):
+        for parameter in narrow[module]:
             stored[parameter] = parameter.data
             parameter.data = parameter.data.float()
 
     def narrow_again(module: nn.Module, *_: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            if parameter in stored:
-                parameter.data = stored.pop(parameter)
+        for parameter in narrow[module]:
+            parameter.data = stored.pop(parameter)
 
     for module in model.modules():
-        if module not in quantized and narrow(module):
+        own = module.parameters(recurse=False)
+        narrow[module] = [
+            parameter for parameter in own if parameter.is_floating_point() and parameter.dtype != torch.float32
+        ]
+        if module not in quantized and narrow[module]:
             handles += [module.register_forward_pre_hook(widen), module.register_forward_hook(narrow_again)]
     try:
         yield

@@ -120,10 +120,14 @@ class Merge:
             rounded = as_quantized(weight, self.recipe.quantization)
             if layer in adapter.layers and adapter.moves_the_base:
                 remainder = adapter.start(layer, rounded.float())  # peft subtracts in float32
-                own = weight.float() + (remainder - rounded.float())
-                weight = as_quantized(remainder, self.recipe.quantization) if dequantized else own
+                if dequantized:
+                    weight = as_quantized(remainder, self.recipe.quantization)
+                else:
+                    weight = weight.float() + (remainder - rounded.float())
+                del remainder  # float32, as large as the weight
             elif dequantized:
                 weight = rounded
+            del rounded
         elif layer in adapter.layers:
             weight = adapter.start(layer, weight)
         elif dequantized and name in self.packed.names:

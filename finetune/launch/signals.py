@@ -37,7 +37,6 @@ from finetune.launch.launcher import (
     launcher_words,
     under_launcher,
 )
-from finetune.launch.with_parent import die_with_parent
 
 if TYPE_CHECKING:
     from finetune.recipe.stop_time import StopTime
@@ -248,7 +247,11 @@ def die_with_launcher() -> bool:
     one-process launcher that gets SIGTERM. Under a shell the request would end a run that nohup protects. Linux only.
     Within `stop_on_signals` the SIGTERM saves; earlier it ends the process. Child processes do not inherit the request.
     """
-    if not under_launcher() or not die_with_parent(signal.SIGTERM):
+    if not under_launcher():
+        return False
+    from finetune.launch.with_parent import die_with_parent
+
+    if not die_with_parent(signal.SIGTERM):
         return False
     # The launcher may have died before prctl() took effect. Then another process is our parent: most often process 1,
     # which is the launcher itself in some containers.

@@ -66,9 +66,11 @@ def read_sample(source: Source) -> Sample:
     elif source.kind == "json" and len(source.files) == 1 and source.files[0].suffix != ".gz":
         # By the first lines' mean length; unknown for an array.
         with open_regular(source.files[0]) as stream:
-            lines = [*islice(iter(stream.readline, b""), ROWS_OF_HEAD)]
-        if not b"".join(lines)[:64].lstrip().startswith(b"["):
-            total = round(nbytes * len(lines) / sum(map(len, lines)))
+            is_array = stream.read(64).lstrip().startswith(b"[")
+            stream.seek(0)
+            lengths = [len(line) for line in islice(iter(stream.readline, b""), ROWS_OF_HEAD)]
+        if not is_array:
+            total = round(nbytes * len(lengths) / sum(lengths))
     elif source.kind == "parquet":
         import pyarrow.parquet  # type: ignore[import-untyped]
 

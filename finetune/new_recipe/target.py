@@ -56,8 +56,11 @@ def _kind_of(file: Path, encoding: str | None) -> str:
         return "excel"
     if file.suffix == ".gz":
         return known.get(suffix, "json")
-    if is_binary(head) and suffix != ".arrow":
-        raise DataError([f"{file}: is a binary file, not rows of text; name a CSV, JSON, Parquet or text file"])
+    if encoding is None and is_binary(head) and suffix != ".arrow":
+        remedy = "name a CSV, JSON, Parquet or text file"
+        if head.count(b"\0") * 3 > len(head):  # every second byte
+            remedy += "; or name its encoding, if it is a text: --encoding utf-16-le"
+        raise DataError([f"{file}: is a binary file, not rows of text; {remedy}"])
     for mark, wide in WIDE_MARKS.items():
         if head.startswith(mark):
             head = head[: len(head) & ~3].decode(wide, "replace").encode()

@@ -613,6 +613,20 @@ def test_a_server_writes_the_answers(run: Path, tmp_path: Path, capsys: pytest.C
     assert {row["written_by"] for row in read_lines(tmp_path / "out/rows.jsonl")} == {"teacher"}
 
 
+def test_a_scorer_that_fails_costs_few_answers_of_a_server(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers may be paid for: the command ends after the first prompts, and keeps what it has."""
+    monkeypatch.setattr(sample, "PROMPTS_OF_SERVER", 4)
+    (tmp_path / "bad.py").write_text("def score(answer, reference, row):\n    return 1 / 0\n")
+    with serving(OpenAI(["teacher"])) as server:
+        more = ["--endpoint", server.url, "--model", "teacher", "--limit", "20", "--n", "2"]
+        assert main(words(run, tmp_path / "out", *more, "--scorer", f"{tmp_path / 'bad.py'}:score")) == 2
+        assert len(server.asked) == 4 * 2
+    assert "the scorer failed" in capsys.readouterr().err
+    assert len(read_lines(tmp_path / "out/answers.jsonl")) == 4
+
+
 def test_another_model_writes_the_answers(run: Path, whole: Path, tmp_path: Path, tiny_llama: Path) -> None:
     assert main(words(run, tmp_path / "out", "--model", str(tiny_llama), "--limit", "3", "--keep", "all")) == 0
     lines = read_lines(tmp_path / "out/answers.jsonl")

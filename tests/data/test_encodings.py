@@ -70,6 +70,18 @@ def test_a_text_is_refused_in_the_same_way(tmp_path: Path) -> None:
     assert row.values == {"text": "Köln am Rhein"}
 
 
+def test_init_reads_utf16_without_a_mark_by_its_name(tmp_path: Path) -> None:
+    file = written(GERMAN * 10, "utf-16-le", tmp_path)
+    with pytest.raises(DataError, match=r"binary file, not rows of text; .* --encoding utf-16-le"):
+        propose(str(file))
+    assert "encoding: utf-16-le" in propose(str(file), encoding="utf-16-le").text
+
+
+def test_a_terminals_codes_in_utf8_are_no_japanese(tmp_path: Path) -> None:
+    file = written([("Was?", "\x1b$ grün"), ("Wie?", "so")], "utf-8", tmp_path)
+    assert next(row.values for row in read_rows(file, "csv")) == {"question": "Was?", "answer": "\x1b$ grün"}
+
+
 def test_a_letter_across_the_edge_of_the_head_is_utf8(tmp_path: Path) -> None:
     (file := tmp_path / "a.csv").write_bytes(b"text\n" + b"a" * (2**18 - 6) + "ä\n".encode())
     assert file.read_bytes()[2**18 - 1 : 2**18 + 1] == "ä".encode()

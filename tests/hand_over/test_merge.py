@@ -469,6 +469,33 @@ def test_questions_are_spread_over_the_answers(monkeypatch: pytest.MonkeyPatch) 
     assert agreement.compared_document(ids, labels, 100).positions.tolist() == list(range(4, 14))
 
 
+def test_a_parameter_that_moves_while_its_module_computes_is_float32() -> None:
+    """As peft's ParamWrapper does it for `target_parameters`: it registers a parametrization around the call."""
+
+    class Half(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 2
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            nn.utils.parametrize.register_parametrization(self.base, "weight", Half(), unsafe=True)
+            try:
+                output: torch.Tensor = self.base(hidden)
+            finally:
+                nn.utils.parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+            return output
+
+    model, hidden = Wrapper(), torch.randn(2, 4)
+    expected = hidden @ (2 * model.base.weight.detach().float()).T
+    with computing_in_float32(model):
+        assert torch.equal(model(hidden), expected)
+    assert model.base.weight.dtype == torch.bfloat16
+
+
 def test_layers_compute_in_float32_and_are_as_before_afterwards() -> None:
     model = tiny_model().bfloat16().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}

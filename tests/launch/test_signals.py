@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import STOPPED
-from finetune.launch import signals
+from finetune.launch import signals, with_parent
 from finetune.launch.launcher import environment_for_child
 from finetune.launch.signals import StopRequest, die_with_launcher, stop_on_signals
 
@@ -133,7 +133,7 @@ def test_without_a_launcher_the_parents_death_is_nothing(tmp_path: Path, script:
 def test_a_launcher_that_died_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(signals, "PARENT_AT_START", 1 if os.getppid() != 1 else 2)
-    monkeypatch.setattr(signals, "die_with_parent", lambda _: True)
+    monkeypatch.setattr(with_parent, "die_with_parent", lambda _: True)
     stop = StopRequest()
     with stop_on_signals(stop, announce=False), stop.finishes_step():
         assert die_with_launcher()
