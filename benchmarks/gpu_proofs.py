@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from finetune.errors import FinetuneError
-from finetune.files import remove_folder
 from finetune.launch.watched_job import (
     StepFailed,
     TrainingJob,
@@ -32,6 +30,7 @@ from finetune.recipe.strategy import read_strategy
 from finetune.redaction import redact
 from finetune.rehearse.shrink import BUILT_IN, END_TOKENS, train_tokenizer
 from finetune.wording import install_command
+from tests.support.runs.killed import rewind
 
 PROOF_STEPS, PROOF_SAVED_AFTER, PROOF_ROWS = 6, 3, 8
 MOST_RANKS = 8  # a row each
@@ -247,19 +246,6 @@ class ProofBench:
             if all_train_lines(job.run_dir)[:after] != all_train_lines(other)[:after]:
                 raise StepFailed(f"it was to resume from step {after}, and trained the steps before it again")
         return judge_curve(job.run_dir, other, proof.bounds, after)
-
-
-def rewind(finished: Path, run_dir: Path, step: int) -> None:
-    """A copy of a finished run as SIGKILL would have left it after the checkpoint of `step` was written."""
-    from finetune.run_folder.checkpoint import checkpoint_steps, step_folder  # with torch
-    from finetune.run_folder.folder import mark_run
-
-    shutil.copytree(finished, run_dir, dirs_exist_ok=True)
-    later = [step_folder(run_dir, saved) for saved in checkpoint_steps(run_dir) if saved > step]
-    for folder in (*later, run_dir / "model", run_dir / "adapter"):
-        if folder.exists():
-            remove_folder(folder)
-    mark_run(run_dir, "running", step=step)
 
 
 # Judging: is a training what it should be?

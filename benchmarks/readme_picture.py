@@ -2,7 +2,7 @@
 
 python benchmarks/readme_picture.py runs/quickstart        (needs chromium; writes docs/pictures/quickstart.png)
 
-The picture holds a digest of the report's templates: tests/report/test_readme_picture.py fails when it is older than
+The picture holds a digest of the report's templates: tests/benchmarks/test_readme_picture.py fails when it is older than
 they are.
 """
 

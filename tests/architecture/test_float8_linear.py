@@ -23,7 +23,7 @@ from finetune.architecture.own_layers.float8_linear import (
 from finetune.architecture.own_layers.lora_linear import OWN, compute_adapters, computed_by, leave_to_peft
 from finetune.errors import EnvironmentMismatch
 from finetune.model.quantization import float8_layers, unpacked_weight
-from tests.architecture.test_lora_linear import INNER, INPUTS, Block, adapted
+from tests.support.models.adapted_block import INNER, INPUTS, Block, adapted
 
 CPU = torch.device("cpu")
 

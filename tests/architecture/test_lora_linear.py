@@ -29,8 +29,8 @@ from finetune.architecture.own_layers.lora_linear import (
     sharing_modules,
 )
 from finetune.model.quantization import unpacked_weight
+from tests.support.models.adapted_block import INNER, INPUTS, RANK, Block, adapted
 
-INPUTS, INNER, RANK = 64, 128, 4  # whole blocks of 4-bit weights, which bitsandbytes needs on a CPU
 CASES: dict[str, dict[str, Any]] = {
     "lora": {},
     "scale of one": {"lora_alpha": RANK},
@@ -39,34 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
     "biases": {"lora_bias": True, "bias": "all"},
     "biases and dropout": {"lora_bias": True, "lora_dropout": 0.5},
 }
-
-
-class Block(nn.Module):
-    """Two layers of the same input, and one of what they make; the last thing that is computed is a product."""
-
-    def __init__(self, bias: bool, make: Callable[..., nn.Module] = nn.Linear) -> None:
-        super().__init__()
-        self.gate, self.up = make(INPUTS, INNER, bias=bias), make(INPUTS, INNER, bias=bias)
-        self.down = make(INNER, INPUTS, bias=bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.down(torch.tanh(self.gate(hidden)) * self.up(hidden))
-        return result
-
-
-def adapted(base: nn.Module, **settings: Any) -> Any:
-    """By peft, with matrices that are all far from zero."""
-    config: dict[str, Any] = {"r": RANK, "lora_alpha": 32, "target_modules": ["gate", "up", "down"]} | settings
-    model = get_peft_model(base, LoraConfig(**config)).train()
-    return shaken(model)
-
-
-def shaken(model: nn.Module) -> nn.Module:
-    draw = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64).to(parameter.dtype)
-    return model
 
 
 def block(*, biased: bool = False, **settings: Any) -> Any:

@@ -345,7 +345,7 @@ def unshared(modules: dict[str, ast.Module]) -> list[str]:
     return sorted(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_tests_and_benchmarks_share_through_support_alone() -> None:
     files = [path for folder in ("tests", "benchmarks") for path in (PACKAGE.parent / folder).rglob("*.py")]
     names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in files]

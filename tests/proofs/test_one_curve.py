@@ -21,6 +21,7 @@ from tests.support.runs.one_curve import (
     LENGTHS,
     MAX_GRAD_NORM,
     PEAK,
+    SPLITS,
     STEPS,
     TOLERANCE,
     WEIGHT_DECAY,
@@ -35,25 +36,6 @@ from tests.support.runs.reference import IGNORE, Step
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # What differs from the plain recipe: eight rows, all in one forward.
-SPLITS: dict[str, dict[str, dict[str, Any]]] = {
-    "whole batch": {},
-    "accumulation 8x1": {"training": {"per_device_batch_size": 1}},
-    "accumulation 3+3+2": {"training": {"per_device_batch_size": 3}},
-    "packed into one row": {"data": {"packing": True}, "training": {"global_batch_size": 1}},
-    "packed into three rows": {
-        "data": {"packing": True, "max_length": 350},
-        "training": {"global_batch_size": 3, "per_device_batch_size": 1},
-    },
-    "activation checkpointing": {"training": {"activation_checkpointing": True}},
-    "hidden states in host memory": {"training": {"activation_checkpointing": True, "activation_offloading": True}},
-    "selective recomputation": {"training": {"activation_checkpointing": "selective"}},
-    "every second layer, packed": {
-        "data": {"packing": True},
-        "training": {"global_batch_size": 1, "activation_checkpointing": 2},
-    },
-    "padded, sdpa": {"model": {"attention": "sdpa"}},
-    "padded, eager, accumulated": {"model": {"attention": "eager"}, "training": {"per_device_batch_size": 3}},
-}
 RANKS: dict[str, dict[str, dict[str, Any]]] = {
     "two ranks": {"training": {"per_device_batch_size": 1}},
     "two ranks, one without a row at the end": SPLITS["packed into three rows"],

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_proofs import rewind
 from finetune.files import read_lines
 from tests.support.models.tiny import save_tiny, write_chats
 from tests.support.runs.cells import ROOT, launch
 from tests.support.runs.curve_table import METHODS, SHORT, TOLERANCE, apart, receipt_of, worst
 from tests.support.runs.exports import assert_same_product, assert_the_last_step_exports_alike
+from tests.support.runs.killed import rewind
 from tests.support.runs.one_curve import LENGTHS, STEPS, checkpointed, curve_of, reference, write_curve_recipe
 from tests.support.runs.reference import Step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune.storage import journal
-from tests.hub.conftest import hub  # noqa: F401  # a fixture
+from tests.support.hub.fixture import hub  # noqa: F401  # a fixture
 
 
 @pytest.fixture(autouse=True)

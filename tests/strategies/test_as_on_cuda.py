@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_proofs import find_gpus
 from finetune.finished_run import best_device
 from finetune.launch.gpu_environment import libraries_on_gpu
 from finetune.launch.plan_request import PlanRequest
@@ -203,12 +202,6 @@ def test_the_engine_is_not_asked_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert compiled == [], "what gloo ranks of one machine share"
     (problem,) = engine_problems(strategy, on_cpu=True)
     assert problem.endswith("hide them with CUDA_VISIBLE_DEVICES=")
-
-
-@pytest.mark.usefixtures("gpus")
-def test_the_machine_to_prove_is_these_gpus() -> None:
-    found = find_gpus()
-    assert (found.count, found.bfloat16) == (2, True)
 
 
 @pytest.mark.usefixtures("gpus")

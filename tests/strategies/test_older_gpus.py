@@ -17,25 +17,18 @@ from finetune.errors import EnvironmentMismatch
 from finetune.recipe.loader import load_recipe
 from finetune.strategies import machine
 from finetune.strategies.machine import gpu_problems, why_torch_sees_no_gpu
-from tests.support.runs import launching
 from tests.support.runs.launching import check_launch
 from tests.support.runs.recipes import half_recipe
+from tests.support.stand_ins.older_gpus import ALONE, seeming_gpus
 
 LENGTHS = (5, 20, 1, 13)
-ALONE = replace(launching.ALONE, words=("python",))
 FP16 = {"mixed_precision": "fp16"}
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The compute capability of each GPU that this machine seems to have; to be filled."""
-    result: list[tuple[int, int]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(result))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: result[torch.device(device).index])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Card {torch.device(device).index}")
-    return result
+    return seeming_gpus(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.gpu_proofs import rewind
 from finetune.cli.main import main as cli
 from finetune.finished_run import finished_run, load_adapted
 from finetune.recipe.loader import load_recipe
@@ -18,16 +17,21 @@ from finetune.recipe.strategy import read_strategy
 from finetune.recipe.strategy_fit import unfit
 from finetune.strategies.machine import gpu_problems
 from finetune.train import main
-from tests.proofs.test_one_curve import SPLITS
-from tests.strategies.test_older_gpus import ALONE, gpus  # noqa: F401  # a fixture
 from tests.support.models.tiny import write_chats
-from tests.support.runs.one_curve import LENGTHS, STEPS, curve_of, write_curve_recipe
+from tests.support.runs.killed import rewind
+from tests.support.runs.one_curve import LENGTHS, SPLITS, STEPS, curve_of, write_curve_recipe
+from tests.support.stand_ins.older_gpus import ALONE, seeming_gpus
 
 # The first step is the curve's to 1e-5, as without float8. Later a sum in another order may move a number across the
 # middle between two of float8's. It is then rounded to the other one, a sixteenth away: seen were 1e-5 of a loss and
 # 1e-3 of a gradient norm. A document that sees another is 1e-2 off.
 FIRST, LOSS, NORM = 1e-5, 1e-4, 4e-3
 FLOAT8 = {"model": {"load_in_fp8": True}}
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    return seeming_gpus(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +146,7 @@ def test_single_and_ddp_train_it(strategy: str) -> None:
 def test_a_card_without_float8_is_refused(
     capability: tuple[int, int],
     right: bool,
-    gpus: list[tuple[int, int]],  # noqa: F811
+    gpus: list[tuple[int, int]],
 ) -> None:
     recipe = load_recipe("recipes/llama3_8b_lora_1x80gb.yaml", ["model.load_in_fp8=true"]).recipe
     gpus.append(capability)

@@ -25,6 +25,25 @@ PEAK = {"full": 3e-3, "lora": 5e-3}
 LORA = {"r": 4, "lora_alpha": 16.0, "target_modules": "all-linear"}
 MAX_GRAD_NORM, WEIGHT_DECAY = 0.05, 0.1  # the norm is above 0.05 throughout, so every step is clipped
 TOLERANCE = 1e-5
+SPLITS: dict[str, dict[str, dict[str, Any]]] = {
+    "whole batch": {},
+    "accumulation 8x1": {"training": {"per_device_batch_size": 1}},
+    "accumulation 3+3+2": {"training": {"per_device_batch_size": 3}},
+    "packed into one row": {"data": {"packing": True}, "training": {"global_batch_size": 1}},
+    "packed into three rows": {
+        "data": {"packing": True, "max_length": 350},
+        "training": {"global_batch_size": 3, "per_device_batch_size": 1},
+    },
+    "activation checkpointing": {"training": {"activation_checkpointing": True}},
+    "hidden states in host memory": {"training": {"activation_checkpointing": True, "activation_offloading": True}},
+    "selective recomputation": {"training": {"activation_checkpointing": "selective"}},
+    "every second layer, packed": {
+        "data": {"packing": True},
+        "training": {"global_batch_size": 1, "activation_checkpointing": 2},
+    },
+    "padded, sdpa": {"model": {"attention": "sdpa"}},
+    "padded, eager, accumulated": {"model": {"attention": "eager"}, "training": {"per_device_batch_size": 3}},
+}
 
 
 def documents(chats: Path, folder: Path) -> list[Document]:
