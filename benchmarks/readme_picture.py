@@ -2,8 +2,8 @@
 
 python benchmarks/readme_picture.py runs/quickstart        (needs chromium; writes docs/pictures/quickstart.png)
 
-The picture holds a digest of the report's templates: tests/benchmarks/test_readme_picture.py fails when it is older than
-they are.
+The picture holds a digest of the report's templates: tests/benchmarks/test_readme_picture.py fails when it is older
+than they are.
 """
 
 from __future__ import annotations
