@@ -208,6 +208,7 @@ def test_experts_are_merged_into_the_files_of_their_base(tmp_path: Path, family:
     torch.testing.assert_close(logits(plain(run / "merged")), logits(adapted), rtol=1e-4, atol=1e-4)
     assert (logits(adapted) - logits(plain(base))).abs().max() > 0.1
     if family == "mixtral":
+        shutil.rmtree(run / "merged")  # which no verb wrote
         facts = merge_run(run, dtype=None, base=None, prompts=3, say=print)
         assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
 
@@ -273,8 +274,7 @@ def test_over_a_4_bit_base_the_weights_that_training_saw_are_merged(
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
-@pytest.mark.sample(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "glm4_moe"])
 def test_experts_in_4_bits_are_merged_as_training_saw_them(tmp_path: Path, family: str) -> None:
     base = save_mixture(tmp_path / "base", family)
