@@ -396,7 +396,7 @@ def _request(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
                 kind = (response.headers.get("Content-Type"), response.headers.get("Content-Encoding"))
                 replies.put((None, content, ", ".join(filter(None, kind))))
         except HTTPError as error:
-            with suppress(Exception):  # whatever the body is, the refusal itself must reach the caller
+            with suppress(Exception):  # a body that cannot be read must not hide the refusal
                 content = error.read(MOST_REPLY_BYTES)
             replies.put((error, content, ""))
         except BaseException as error:

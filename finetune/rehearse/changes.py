@@ -127,7 +127,7 @@ def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) ->
             config.write_text(yaml.safe_dump(strategy.settings | {"deepspeed_config": others}), "utf-8")
             settings = {"accelerate_config": str(config)}
         yield RecipeChange(
-            settings, "accelerate_config: NVMe offload writes to the temporary folder, whatever disk it is on"
+            settings, "accelerate_config: NVMe offload writes to the temporary folder, which may be on another disk"
         )
     if budget.gpus and not recipe.training.deterministic:
         yield RecipeChange({}, RESUMES_ON_A_GPU)

@@ -246,7 +246,7 @@ def test_rank_0_frees_each_tensor_when_it_is_sent(tmp_path: Path, monkeypatch: p
     scattered = fsdp._scattered
     with Scattered().rank(0, 2):
         decoder = decoder_parts(build_model(requested, CPU))
-        # The storage of each weight lives as long as this object, whatever tensor or list holds it.
+        # A storage lives as long as any tensor that uses it.
         watched = [weakref.ref(parameter.untyped_storage()) for parameter in decoder.parameters()]
 
         def counting(*arguments: Any) -> Tensor:
