@@ -52,13 +52,15 @@ class FastModule:
     module: Any
     attribute: str  # of the module: what is called
     librarys: Callable[..., Any]  # in its place
-    tensors: int  # that both are called with, each [..., width]
+    tensors: int  # arguments of both, [..., width] each
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for modules that compute in the same way."""
         module = self.module
-        weights = [(name, each.shape, each.dtype, each.requires_grad) for name, each in module.named_parameters()]
+        weights = [
+            (name, weight.shape, weight.dtype, weight.requires_grad) for name, weight in module.named_parameters()
+        ]
         scaling = str(getattr(module, "scaling", None))
         return self.path, type(module), repr(module), scaling, tuple(weights)
 
@@ -71,12 +73,12 @@ class FastModule:
 
 def fast_modules(model: nn.Module) -> Iterator[FastModule]:
     """All modules in `model` that are computed here."""
-    together = set[nn.Module]()
+    sharing = set[nn.Module]()
     for module in sharing_modules(model):
-        together.update(sharing_layers(module))
+        sharing.update(sharing_layers(module))
         yield FastModule(ADAPTERS, module, "finetune_products", partial(_by_peft, module), 1)
     for module in own_adapters(model):
-        if module not in together:
+        if module not in sharing:
             yield FastModule(ADAPTERS, module, "forward", partial(type(module).forward, module), 1)
     for module in own_norms(model):
         yield FastModule(NORMS, module, "forward", partial(type(module).forward, module), 1)

@@ -85,8 +85,8 @@ def check_product(weight: Tensor, scale: Tensor) -> None:
     hidden = torch.randn(48, weight.shape[1], generator=draw, device=weight.device)
     (left, left_scale), right = quantise_rows(hidden.bfloat16()), weight.view(FLOAT8)
     expected = (left.float() * left_scale) @ (right.float() * scale).T
-    found = scaled_product(left, right, left_scale, scale.T, True)
-    difference = float((found.float() - expected).norm() / expected.norm())
+    product = scaled_product(left, right, left_scale, scale.T, True)
+    difference = float((product.float() - expected).norm() / expected.norm())
     if not difference <= LARGEST_PRODUCT_DIFFERENCE:  # NaN too
         raise EnvironmentMismatch(
             f"model.load_in_fp8: this GPU's product of {list(weight.shape)} in float8 differs by {difference:.2g} from "

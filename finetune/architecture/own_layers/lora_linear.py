@@ -141,8 +141,8 @@ def _adapted(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")]
 
 
-def _add_unpacked(unpack: Unpack, base: Any, result: Tensor, slope: Tensor) -> Tensor:
-    return result.addmm_(slope, unpack(base, slope.dtype))
+def _add_unpacked(unpack: Unpack, base: Any, result: Tensor, grad_output: Tensor) -> Tensor:
+    return result.addmm_(grad_output, unpack(base, grad_output.dtype))
 
 
 def _only_peft(layer: Any) -> str | None:
@@ -185,8 +185,8 @@ def _shared_products(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
     """The results of `sharing_layers`, each [..., outputs], of one input [..., inputs]."""
     layers = sharing_layers(module)
     adapters = [_adapter_now(layer, hidden) for layer in layers]
-    known = [each for each in adapters if each is not None and not each.dropped]
-    if len(known) == len(layers) and len({each.scale for each in known}) == 1:
+    known = [adapter for adapter in adapters if adapter is not None and not adapter.dropped]
+    if len(known) == len(layers) and len({adapter.scale for adapter in known}) == 1:
         return _adapted_products(hidden, known)
     return tuple(layer(hidden) for layer in layers)
 
@@ -225,11 +225,11 @@ def _product_of(sharing: Any, name: str, hidden: Tensor, *args: Any, **kwargs: A
     module, results = sharing.finetune_module, sharing.finetune_results
     if sharing.finetune_input is None and not args and not kwargs:
         sharing.finetune_input = hidden
-        for each, product in zip(module.finetune_sharing, module.finetune_products(hidden), strict=True):
-            results[each] = product
+        for layer, product in zip(module.finetune_sharing, module.finetune_products(hidden), strict=True):
+            results[layer] = product
     if sharing.finetune_input is hidden and name in results and not args and not kwargs:
-        found: Tensor = results.pop(name)
-        return found
+        product: Tensor = results.pop(name)
+        return product
     alone: Tensor = getattr(module, name)(hidden, *args, **kwargs)
     return alone
 
@@ -293,19 +293,20 @@ def _adapted_products(hidden: Tensor, adapters: Sequence[_Adapter]) -> tuple[Ten
     dtype = product_dtype(hidden)
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)  # [tokens, inputs]
     scale, dropped = adapters[0].scale, adapters[0].dropped
-    downs, ups, biases = [each.down for each in adapters], [each.up for each in adapters], [x.bias for x in adapters]
-    weights = [each.base.weight if each.add_gradient is None else None for each in adapters]
+    downs, ups = [adapter.down for adapter in adapters], [adapter.up for adapter in adapters]
+    biases = [adapter.bias for adapter in adapters]
+    weights = [adapter.base.weight if adapter.add_gradient is None else None for adapter in adapters]
     with torch.no_grad():
         seen, mask = flat, None
         if dropped:  # where peft draws it: after the layers before, by the generator of the device
             seen, mask = torch.native_dropout(flat, dropped, train=True)
-        down = downs[0].to(dtype) if len(downs) == 1 else torch.cat([each.to(dtype) for each in downs])
-        cast_ups = [each.to(dtype) for each in ups]
+        down = downs[0].to(dtype) if len(downs) == 1 else torch.cat([matrix.to(dtype) for matrix in downs])
+        cast_ups = [matrix.to(dtype) for matrix in ups]
         inner = _scaled(seen, down.T, scale)  # [tokens, ranks]
         del seen
-    ranks, outputs = [each.shape[0] for each in downs], [each.shape[0] for each in ups]
-    settings = _Settings(ranks, outputs, [each.add_gradient for each in adapters], scale, 1 - dropped)
-    casts = [None if cast is each else cast for cast, each in zip((down, *cast_ups), (downs[0], *ups), strict=True)]
+    ranks, outputs = [matrix.shape[0] for matrix in downs], [matrix.shape[0] for matrix in ups]
+    settings = _Settings(ranks, outputs, [adapter.add_gradient for adapter in adapters], scale, 1 - dropped)
+    casts = [None if cast is own else cast for cast, own in zip((down, *cast_ups), (downs[0], *ups), strict=True)]
     joints = _KeptForBackward.apply(  # type: ignore[no-untyped-call]  # torch annotates no Function
         settings, flat, inner, mask, *downs, *ups, *biases, *casts, *weights
     )
@@ -342,14 +343,14 @@ class _KeptForBackward(torch.autograd.Function):
         count = len(settings.ranks)
         downs, ups, casts = of_adapters[:count], of_adapters[count : 2 * count], of_adapters[3 * count : 4 * count + 1]
         factors = [own if cast is None else cast for own, cast in zip((downs[0], *ups), casts, strict=True)]
-        ctx.settings, ctx.formats = settings, [each.dtype for each in (*downs, *ups)]
+        ctx.settings, ctx.formats = settings, [matrix.dtype for matrix in (*downs, *ups)]
         ctx.save_for_backward(flat, inner, mask, *factors, *of_adapters[4 * count + 1 :])
         tokens = flat.shape[0]
         return tuple([inner.new_empty(()).expand(tokens, outputs) for outputs in settings.outputs])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         ranks, outputs, add_gradients, scale, kept = ctx.settings
         count = len(ranks)
         flat, inner, mask, down, *rest = ctx.saved_tensors
@@ -359,16 +360,16 @@ class _KeptForBackward(torch.autograd.Function):
         grad_flat = None
         grad_downs: Sequence[Tensor | None] = [None] * count
         grad_ups: Sequence[Tensor | None] = [None] * count
-        grad_biases = [slope.sum(0) if wanted else None for slope, wanted in zip(slopes, of_biases, strict=True)]
+        grad_biases = [grad.sum(0) if trained else None for grad, trained in zip(grad_outputs, of_biases, strict=True)]
         beside = None
         if count > 1 and torch.compiler.is_compiling():
-            beside = torch.cat(slopes, 1)  # [tokens, all outputs]
-            slopes = tuple(_split(beside, outputs, 1))
+            beside = torch.cat(grad_outputs, 1)  # [tokens, all outputs]
+            grad_outputs = tuple(_split(beside, outputs, 1))
         if of_flat or any(of_downs):
             if beside is not None:
                 through = _scaled(beside, _diagonal(ups), scale, ups[0])  # [tokens, ranks]
             else:
-                parts = [_scaled(slope, up, scale) for slope, up in zip(slopes, ups, strict=True)]
+                parts = [_scaled(grad_output, up, scale) for grad_output, up in zip(grad_outputs, ups, strict=True)]
                 through = parts[0] if count == 1 else torch.cat(parts, 1)
                 del parts
             if any(of_downs):
@@ -380,21 +381,21 @@ class _KeptForBackward(torch.autograd.Function):
                 if mask is not None:
                     grad_flat.mul_(mask)
                 del through
-                for slope, weight, add_gradient in zip(slopes, weights, add_gradients, strict=True):
+                for grad_output, weight, add_gradient in zip(grad_outputs, weights, add_gradients, strict=True):
                     if add_gradient is None:
-                        grad_flat.addmm_(slope, weight.to(slope.dtype))
+                        grad_flat.addmm_(grad_output, weight.to(grad_output.dtype))
                     else:
-                        grad_flat = add_gradient(grad_flat, slope)
+                        grad_flat = add_gradient(grad_flat, grad_output)
         if any(of_ups):
             if beside is not None:
                 blocks = _split(beside.T @ inner, outputs)  # of [all outputs, ranks]
-                of_each = [_split(each, ranks, 1)[at] for at, each in enumerate(blocks)]
+                sums = [_split(block, ranks, 1)[at] for at, block in enumerate(blocks)]
             else:
-                of_each = [slope.T @ part for slope, part in zip(slopes, _split(inner, ranks, 1), strict=True)]
-            grad_ups = [each.to(dtype) for each, dtype in zip(of_each, ctx.formats[count:], strict=True)]
-        asked = zip((*grad_downs, *grad_ups, *grad_biases), (*of_downs, *of_ups, *of_biases), strict=True)
-        found = [each if wanted else None for each, wanted in asked]
-        return None, grad_flat, None, None, *found, *(None,) * (2 * count + 1)
+                sums = [grad.T @ part for grad, part in zip(grad_outputs, _split(inner, ranks, 1), strict=True)]
+            grad_ups = [total.to(dtype) for total, dtype in zip(sums, ctx.formats[count:], strict=True)]
+        pairs = zip((*grad_downs, *grad_ups, *grad_biases), (*of_downs, *of_ups, *of_biases), strict=True)
+        gradients = [gradient if trained else None for gradient, trained in pairs]
+        return None, grad_flat, None, None, *gradients, *(None,) * (2 * count + 1)
 
 
 class _Product(torch.autograd.Function):
@@ -419,8 +420,8 @@ class _Product(torch.autograd.Function):
         return _plus_product(result, flat, weight.to(flat.dtype).T)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        return slope, None, None, None, None, None, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_output, None, None, None, None, None, None
 
 
 # torch 2.11's compiler silently gives no gradient to a Function that changes its result in place in forward. A compiled
@@ -446,10 +447,10 @@ def _diagonal(matrices: Sequence[Tensor]) -> Tensor:
 
     The compiler makes one kernel for each matrix; of `torch.block_diag` it makes five for two and eleven for three.
     """
-    ranks = [each.shape[1] for each in matrices]
+    ranks = [matrix.shape[1] for matrix in matrices]
     ends = list(accumulate(ranks))
-    padded = [F.pad(each, (end - rank, ends[-1] - end)) for each, rank, end in zip(matrices, ranks, ends, strict=True)]
-    return torch.cat(padded)
+    places = zip(matrices, ranks, ends, strict=True)
+    return torch.cat([F.pad(matrix, (end - rank, ends[-1] - end)) for matrix, rank, end in places])
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float, unread: Tensor | None = None) -> Tensor:

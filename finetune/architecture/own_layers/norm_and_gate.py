@@ -125,7 +125,7 @@ def recognise_norm(module: nn.Module, epsilon: str) -> KnownNorm | None:
             if not isinstance(expected, Tensor) or expected.shape != hidden.shape or expected.dtype != dtype:
                 return None
             candidates = [
-                each for each in candidates if _agree(_formula(hidden, trial.weight, value, each.offset), expected)
+                norm for norm in candidates if _agree(_formula(hidden, trial.weight, value, norm.offset), expected)
             ]
     return next(iter(candidates), None)
 
@@ -159,7 +159,7 @@ def recognise_gate(module: nn.Module) -> str | None:
         matrices = {"gate_proj": gate.to(dtype), "up_proj": up.to(dtype), "down_proj": down.to(dtype)}
         trial: Any = copy.copy(module)
         others = {name: child for name, child in module.named_children() if name not in matrices}
-        trial.__dict__ |= {"_modules": others, **{name: each.__rmatmul__ for name, each in matrices.items()}}
+        trial.__dict__ |= {"_modules": others, **{name: matrix.__rmatmul__ for name, matrix in matrices.items()}}
         try:
             with torch.no_grad():
                 expected = type(module).forward(trial, hidden)
