@@ -151,7 +151,7 @@ def given_options(
 ) -> OptionScores | None:
     """The options of these rows: those of eval.options, or their own answers if those are few, short and repeated.
 
-    None if there are none, or a row has another answer, which is said.
+    None if there are none. None, with a line, if a row has another answer or two options are the same tokens.
     """
     answers = [last_answer(content) for content in scored_set.contents]
     options = [*run.recipe.eval.options]
@@ -181,8 +181,13 @@ def given_options(
         if isinstance(documents, RowError):  # an option makes the row longer than data.max_length
             say(f"given answers: not scored by probability; {documents}")
             return None
-        for document in documents:
+        option_of: dict[tuple[int, ...], str] = {}
+        for option, document in zip(options, documents, strict=True):
             ids, labels = np.asarray(document.input_ids), np.asarray(document.labels)
+            same = option_of.setdefault(tuple(document.input_ids), option)
+            if same != option:  # a template strips white space; each of the two would have half of the probability
+                say(f"given answers: not scored by probability; {same!r} and {option!r} are the same tokens")
+                return None
             labels[: len(encoder.prompt_of(ids, labels).prompt_ids)] = IGNORE
             encoded.append((ids, labels))
     right = [options.index(answer) for answer in answers]

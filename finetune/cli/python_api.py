@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from finetune.errors import STOPPED, DoesNotFit, EnvironmentMismatch, FinetuneError, RankLost, Stopped
+from finetune.errors import STOPPED, DoesNotFit, EnvironmentMismatch, FinetuneError, RankLost, RecipeError, Stopped
 from finetune.launch.with_parent import with_parent
 from finetune.output_stream import silenced
 from finetune.paths import CHECKOUT
@@ -101,18 +101,20 @@ def fit(recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe, **overrides
     Args:
         recipe: A file, the name of a recipe in `finetune list`, the content of such a file, or a `Recipe`.
         overrides: Keys and sections that win over the recipe: `training={"max_steps": 50}`, or
-            `**{"training.max_steps": 50}`.
+            `**{"training.max_steps": 50}`. A list replaces the recipe's list.
 
     Raises FinetuneError with the words that the command prints: RecipeError, DoesNotFit, EnvironmentMismatch, or
     Stopped after an interrupt, when the same call continues the run.
     """
-    words = [f"{dotted(path)}={json.dumps(value)}" for path, value in (leaves(overrides) if overrides else ())]
+    chosen = leaves(json.loads(_as_json(overrides)), lists="none") if overrides else ()  # a list replaces the recipe's
+    words = [f"{dotted(path)}={json.dumps(value)}" for path, value in chosen]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "fit.yaml")
         if isinstance(recipe, Recipe):
             recipe = recipe.model_dump(mode="json", exclude_defaults=True)
         if isinstance(recipe, Mapping):
-            file.write_text(yaml.safe_dump(dict(recipe), allow_unicode=True, sort_keys=False), "utf-8")
+            content = json.loads(_as_json(recipe))
+            file.write_text(yaml.safe_dump(content, allow_unicode=True, sort_keys=False), "utf-8")
         else:
             file = Path(recipe)
         loaded = load_recipe(file, words, here=True)
@@ -124,6 +126,22 @@ def load(run: str | os.PathLike[str]) -> TrainedRun:
     """A run by its folder, which a recipe calls output_dir. Raises FinetuneError for another folder."""
     require_run_folder(folder := Path(os.path.expanduser(run)))
     return TrainedRun(folder)
+
+
+def _as_json(content: Mapping[str, Any]) -> str:
+    """Values as a recipe's file has them: paths as text, numpy's numbers as numbers. Raises RecipeError for others."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if isinstance(value, Mapping):
+            return dict(value)
+        if hasattr(value, "tolist"):  # a number or an array of numpy or torch
+            return value.tolist()
+        kind = type(value).__name__
+        raise RecipeError([f"{value!r} is a {kind}; a recipe holds texts, numbers, true, false, null, lists, mappings"])
+
+    return json.dumps(dict(content), default=plain)
 
 
 def _run_command(*words: str) -> None:

@@ -150,12 +150,10 @@ def unknown_key(path: Path) -> Mistake:
     line = line_of(name)
     if line and not any(covers_key(line, ours) for ours in names):
         return Mistake("foreign", path, f"is {owner_of(name)}; {line.text}; remove the key", at_key=True)
-    # A misspelt key of this section, or of another one.
-    close = [dotted((*section, near)) for near in difflib.get_close_matches(name, known, 1, 0.55)]
-    if not close and (far := difflib.get_close_matches(name, names, 1, 0.75)):
-        close = [next(dotted(p) for p in everywhere if p[-1] == far[0])]
-    if close:
-        return Mistake("unknown", path, f"is unknown; did you mean {close[0]}?", at_key=True, write=(close[0],))
+    # The nearest key of any section; if none is near, one of this section that is less near.
+    if close := difflib.get_close_matches(name, names, 1, 0.75) or difflib.get_close_matches(name, known, 1, 0.55):
+        near = dotted((*section, close[0]) if close[0] in known else next(p for p in everywhere if p[-1] == close[0]))
+        return Mistake("unknown", path, f"is unknown; did you mean {near}?", at_key=True, write=(near,))
     return Mistake("unknown", path, f"is unknown; the keys here are {', '.join(known)}", at_key=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def questions(count: int) -> list[tuple[str, str]]:
     return [(f"question {number} " + "please " * (number % 5), OPTIONS[number % 3]) for number in range(count)]
 
 
-def trained(folder: Path, template: str, method: str) -> Path:
+def trained(folder: Path, template: str, method: str, options: Sequence[str] = ()) -> Path:
     base = save_tiny(folder / "base")
     chats = [
         {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
@@ -54,7 +55,7 @@ def trained(folder: Path, template: str, method: str) -> Path:
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats), "utf-8")
     changes: dict[str, Any] = {"output_dir": str(folder / "run"), "training": {"max_steps": 6, "learning_rate": 0.02}}
-    changes["data"] = {"eval": {"fraction": 0.5}}
+    changes |= {"data": {"eval": {"fraction": 0.5}}, "eval": {"options": list(options)}}
     if TEMPLATES[template]:
         (folder / "own.jinja").write_text(TEMPLATES[template], "utf-8")
         changes["data"]["chat_template"] = str(folder / "own.jinja")
@@ -134,6 +135,15 @@ def test_probabilities_are_plain_transformers(
         mass = sum(mass for _, mass in by_hand[name]) / len(numbers)
         assert result["options"][name]["mass"] == pytest.approx(mass, rel=1e-4)
     assert np.abs(seen["tuned"] - seen["base"]).max() > 0.05, "else it would prove little"
+
+
+def test_options_that_a_template_makes_equal_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(tmp_path, "two line breaks", "lora", options=[*OPTIONS, "sea "])
+    capsys.readouterr()
+    assert main(["eval", str(run), "--max-new-tokens", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "given answers: not scored by probability; 'sea' and 'sea ' are the same tokens" in output
+    assert "Brier" not in output
 
 
 def test_brier_and_calibration_by_hand() -> None:

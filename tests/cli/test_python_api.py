@@ -10,14 +10,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import finetune
+from finetune.cli import python_api
 from finetune.errors import FinetuneError, RecipeError, Stopped
 from finetune.files import read_lines
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
 from tests.support.models.tiny import write_chats
 from tests.support.runs.recipes import tiny_lora, write_recipe
 
@@ -67,6 +71,30 @@ def test_mistakes_are_the_commands(content: dict[str, Any], tmp_path: Path) -> N
     with pytest.raises(FinetuneError, match="not a run folder"):
         finetune.load(tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+def test_values_of_python_are_a_files_values(
+    content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Recipe] = []
+    monkeypatch.setattr(
+        python_api, "_run_command", lambda _, file, *words: trained.append(load_recipe(file, words).recipe)
+    )
+    (first,) = content["data"]["train"]
+    content["data"]["train"] = [first, {**first, "weight": 2.0}]
+    content["output_dir"] = tmp_path / "run"
+    values = {"training": {"max_steps": np.int64(3), "learning_rate": np.float64(2e-4)}}
+    run = finetune.fit(content, **values, output_dir=tmp_path / "other", data={"train": [{**first, "weight": 3.0}]})
+    assert run.folder == tmp_path / "other"
+    assert (trained[0].training.max_steps, trained[0].training.learning_rate) == (3, 2e-4)
+    assert [(source.path, source.weight) for source in trained[0].data.train] == [(first["path"], 3.0)], (
+        "a list replaces"
+    )
+    finetune.fit(content, training=MappingProxyType({"max_steps": 4}), samples={"prompts": ("one", "two")})
+    assert trained[1].training.max_steps == 4
+    assert (len(trained[1].data.train), trained[1].samples.prompts) == (2, ["one", "two"])
+    with pytest.raises(RecipeError, match="is a object; a recipe holds texts"):
+        finetune.fit(content, output_dir=object())
 
 
 @pytest.mark.thorough

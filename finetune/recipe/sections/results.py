@@ -142,6 +142,17 @@ class Evaluation(Section):
         "answers themselves, if they are few and repeated.",
     )
 
+    @model_validator(mode="after")
+    def distinct_options(self) -> Evaluation:
+        """Check that there is a choice: two options or more, none empty, none named twice."""
+        mistakes = [CrossCheck("options", "an answer is empty", "remove it")] * ("" in map(str.strip, self.options))
+        if len(self.options) == 1:
+            mistakes.append(CrossCheck("options", "one answer is no choice", "name the others, or remove the key"))
+        for option in {option: None for option in self.options if self.options.count(option) > 1}:
+            mistakes.append(CrossCheck("options", f"{shown(option)} is named twice", "keep one of them"))
+        refuse(mistakes)
+        return self
+
 
 class Hub(Section):
     """Where the result goes."""
