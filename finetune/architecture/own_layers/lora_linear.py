@@ -228,8 +228,8 @@ def _product_of(sharing: Any, name: str, hidden: Tensor, *args: Any, **kwargs: A
         for layer, product in zip(module.finetune_sharing, module.finetune_products(hidden), strict=True):
             results[layer] = product
     if sharing.finetune_input is hidden and name in results and not args and not kwargs:
-        product: Tensor = results.pop(name)
-        return product
+        shared: Tensor = results.pop(name)
+        return shared
     alone: Tensor = getattr(module, name)(hidden, *args, **kwargs)
     return alone
 
