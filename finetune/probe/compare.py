@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -27,6 +27,7 @@ from finetune.architecture.families import router_coefficient
 from finetune.architecture.own_layers.compute import compute_layers
 from finetune.architecture.recomputation import checkpoint_layers
 from finetune.errors import FinetuneError
+from finetune.model.adapter_targets import expert_parameters
 from finetune.model.build import attention_name, build_model, decoder_parts
 from finetune.model.dtypes import dtype_name
 from finetune.model.quantization import unpacked_weight
@@ -43,12 +44,20 @@ EXACT = 1e-5  # relative, in float32
 TIMES_THE_LIBRARYS = 3.0
 FAR = 1e9  # distance if a value is not finite; a number, because results are kept as JSON
 SMALL_GRADIENT = 0.1  # a gradient that is 0 but for rounding (a key's bias) is measured by this share of the whole
+ELSEWHERE = ("sdpa", "eager")  # the library's own attentions, which run on every device
+# A model that chooses experts may differ by this much through rounding in 16 bits: a token with two nearly equal best
+# experts goes to the other one. A document that sees another document is off by more.
+BY_CHOICE = 0.1
 KEPT, RECOMPUTED = "kept", "recomputed"  # layers, in backward
 DOCUMENT_LENGTHS = (5, 20, 2, 13)  # tokens: shorter and longer than the small model's window
 PACKED, ALONE = [[0, 1, 2], [3]], [[0], [1], [2], [3]]  # documents of each row
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 TokensAndLabels = tuple[np.ndarray, np.ndarray]
+
+
+class Differs(Exception):
+    """Loss or gradients are not the library's; its text is the line for the user."""
 
 
 class NotFiniteHere(Exception):
@@ -130,9 +139,7 @@ class LibrarySide:
     compute: torch.dtype | None  # of autocast; None: float32
     router: float  # the coefficient of its router's auxiliary loss
     training: bool = True  # False for a model that draws numbers whatever its settings say
-    wide: bool = (
-        False  # float64; `model.float()` undoes it, and weights stay exact, because they are bfloat16's numbers
-    )
+    wide: bool = False  # float64. `model.float()` undoes it: weights stay exact, because they are bfloat16's numbers
     expected: LossAndGradients = field(init=False)
     bound: float = field(init=False)
 
@@ -170,16 +177,16 @@ class LibrarySide:
                 total += loss.item()
         return LossAndGradients(total, gradients_of(self.model))
 
-    def kits_model(self, recipe: Recipe) -> nn.Module:
-        """The kit's model of the recipe, with the library's weights; in float64 no layer is recomputed.
+    def kits_model(self, recipe: Recipe) -> tuple[nn.Module, PreTrainedModel]:
+        """The kit's model of the recipe and its decoder, with the library's weights; in float64 nothing is recomputed.
 
         Raises what `build_model` raises.
         """
-        model = kits_model(recipe, self.small, self.device)
+        model, decoder = kits_model(recipe, self.small, self.device)
         model.load_state_dict(self.model.state_dict())
         if self.wide:
-            widen(decoder_parts(model))
-        return model
+            widen(decoder)
+        return model, decoder
 
     def computed_by(self, model: nn.Module, recipe: Recipe, *, by_logits: bool = False) -> LossAndGradients:
         """Loss and gradients of the kit's model, in the micro-batches that the recipe makes of the documents.
@@ -238,10 +245,10 @@ class ProbeRows:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A recipe beside the library: the recipe's own way first, KEPT or RECOMPUTED, then the other one."""
+class RecipeSide:
+    """A recipe's results beside the library's: by its own way first, KEPT or RECOMPUTED, then by the other one."""
 
-    side: LibrarySide
+    library: LibrarySide
     computed: Mapping[str, LossAndGradients]
     differences: Mapping[str, Difference]
 
@@ -252,18 +259,18 @@ class Comparison:
 
     @property
     def is_right(self) -> bool:
-        return self.own.largest <= self.side.bound
+        return self.own.largest <= self.library.bound
 
 
-def compare(side: LibrarySide, recipe: Recipe) -> Comparison:
-    """Compare with layers recomputed as the recipe says, then the other way if the model can.
+def recipe_side(library: LibrarySide, recipe: Recipe) -> RecipeSide:
+    """Compute with layers recomputed as the recipe says, then the other way if the model can.
 
     Raises what `build_model` and the model's own code raise.
     """
-    model = side.kits_model(recipe)
-    decoder, recomputes = decoder_parts(model), bool(recipe.training.recompute_every)
+    model, decoder = library.kits_model(recipe)
+    recomputes = bool(recipe.training.recompute_every)
     own, other = (RECOMPUTED, KEPT) if recomputes else (KEPT, RECOMPUTED)
-    computed = {own: side.computed_by(model, recipe)}
+    computed = {own: library.computed_by(model, recipe)}
     try:
         if recomputes:
             recompute_nothing(decoder)
@@ -272,8 +279,112 @@ def compare(side: LibrarySide, recipe: Recipe) -> Comparison:
     except FinetuneError:  # the model cannot recompute
         pass
     else:
-        computed[other] = side.computed_by(model, recipe)
-    return Comparison(side, computed, {layers: side.difference_of(result) for layers, result in computed.items()})
+        computed[other] = library.computed_by(model, recipe)
+    return RecipeSide(library, computed, {way: library.difference_of(result) for way, result in computed.items()})
+
+
+def judge(
+    recipe: Recipe, small: SmallModel, device: torch.device, compute: torch.dtype | None
+) -> tuple[RecipeSide, str | None]:
+    """Compare the recipe's loss and gradients with the library's. Returns what is right, and a note on it.
+
+    Raises Differs if they differ, FinetuneError if the kit refuses the small model, and what the model's own code
+    raises.
+    """
+    library, note = library_side(recipe, small, device, compute), None
+    ours = recipe_side(library, recipe)
+    if not ours.is_right and not library.repeats():
+        library, note = replace(library, training=False), "compared in evaluation mode: it draws random numbers"
+        ours = recipe_side(library, recipe)
+    if not ours.is_right and compute is not None and expert_parameters(library.decoder):
+        # In float32 rounding hardly changes a mixture's choice of experts.
+        exact = recipe_side(replace(library, compute=None, training=True), recipe)
+        if exact.is_right:
+            library.bound, note = BY_CHOICE, "float32 agrees; in 16 bits rounding decides which experts are chosen"
+    if not ours.is_right and compute is None and device.type == "cpu":
+        ours = _in_float64(ours, recipe)
+    if not ours.is_right:
+        raise _refusal(ours, recipe)
+    return ours, note
+
+
+def _in_float64(ours: RecipeSide, recipe: Recipe) -> RecipeSide:
+    """Compare once more in float64, where rounding is far below the bound, unless an operation has no float64.
+
+    Layers are not recomputed there. Recomputing them must not change a bit, so float32 shows any change it makes.
+    """
+    own, as_written = next(iter(ours.computed.items()))
+    recomputing = difference(as_written, ours.computed[KEPT])
+    try:
+        wide = replace(ours.library, wide=True)
+        model, _ = wide.kits_model(recipe)
+        result = wide.computed_by(model, recipe)
+    except Exception:  # the model's own code or a kernel
+        ours.library.model.float()
+        return ours
+    kept = wide.difference_of(result)
+    both = Difference(max(kept.loss, recomputing.loss), max(kept.gradients, recomputing.gradients), kept.worst)
+    return RecipeSide(wide, {KEPT: result}, {own: both, KEPT: kept})  # one entry if the recipe keeps layers
+
+
+def _refusal(ours: RecipeSide, recipe: Recipe) -> Differs:
+    """The line for the user: the place that differs, by how much, and a setting that is right.
+
+    Only a router's auxiliary loss may differ. Without it, recipes are tried with one other setting, then with two.
+    """
+    library, name = ours.library, ours.library.small.name
+    if library.router:
+        off, library = ours.own, replace(library, router=0.0)
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"router_aux_loss_coef": 0.0})})
+        ours = recipe_side(library, recipe)
+        if ours.is_right:
+            return Differs(
+                f"model.router_aux_loss_coef: the router's auxiliary loss differs: {name}, made small, has a loss "
+                f"{off.loss:.1e} and gradients {off.gradients:.1e} from the library's own of one document at a time; "
+                "set model.router_aux_loss_coef: 0"
+            )
+    others = [other for other in ELSEWHERE if other != recipe.model.attention]
+    trials = {f"model.attention: {other}": _changed(recipe, other, packing=recipe.data.packing) for other in others}
+    if recipe.data.packing:
+        trials["data.packing: false"] = _changed(recipe, recipe.model.attention, packing=False)
+        for other in others:
+            trials[f"model.attention: {other} and data.packing: false"] = _changed(recipe, other, packing=False)
+    if ours.differences[KEPT].largest <= library.bound:
+        setting = str(recipe.training.activation_checkpointing).lower()
+        place, part = f"training.activation_checkpointing: {setting}", "the recomputation of layers"
+        right = ["training.activation_checkpointing: false"]
+    else:
+        right = [text for text, trial in trials.items() if _is_right(library, trial)]
+        place, part = f"model.name_or_path: {recipe.model.name_or_path}", "its forward"
+        if _is_right(library, recipe, by_logits=True):
+            part = "the loss"
+        elif "data.packing: false" in right:
+            place, part = "data.packing: true", "packing"
+        elif right:
+            place, part = f"model.attention: {recipe.model.attention}", "attention"
+            if right[0].endswith("data.packing: false"):
+                part = "attention, and packing with any other,"
+    remedy = f"set {right[0]}" if right else "choose another model"
+    return Differs(
+        f"{place}: {part} differs: {name}, made small, has a loss {ours.own.loss:.1e} and gradients "
+        f"{ours.own.gradients:.1e} from the library's own of one document at a time, where {library.bound:.0e} is "
+        f"rounding; {remedy}"
+    )
+
+
+def _changed(recipe: Recipe, attention: str, *, packing: bool) -> Recipe:
+    """The recipe with this attention and packing."""
+    section = recipe.model.model_copy(update={"attention": attention})
+    return recipe.model_copy(update={"model": section, "data": recipe.data.model_copy(update={"packing": packing})})
+
+
+def _is_right(library: LibrarySide, recipe: Recipe, *, by_logits: bool = False) -> bool:
+    try:
+        model, _ = library.kits_model(recipe)
+        computed = library.computed_by(model, recipe, by_logits=by_logits)
+    except Exception:  # refused, or the model's own code fails: nothing to propose
+        return False
+    return library.difference_of(computed).largest <= library.bound
 
 
 def library_side(
@@ -290,8 +401,7 @@ def library_side(
 
     Raises what either library raises.
     """
-    like = kits_model(recipe, small, device)
-    decoder = decoder_parts(like)
+    like, decoder = kits_model(recipe, small, device)
     embeddings: Any = decoder.get_input_embeddings()
     trust, rows = recipe.model.trust_remote_code, len(embeddings.weight)
     config = AutoConfig.from_pretrained(small.folder, trust_remote_code=trust)
@@ -316,14 +426,18 @@ def library_side(
     return LibrarySide(small, without_dropout(model), base, documents, device, compute, router)
 
 
-def kits_model(recipe: Recipe, small: SmallModel, device: torch.device) -> nn.Module:
-    """The small model as the recipe builds and computes its own, in float32, without quantisation and dropout."""
+def kits_model(recipe: Recipe, small: SmallModel, device: torch.device) -> tuple[nn.Module, PreTrainedModel]:
+    """The small model as the recipe builds and computes its own, in float32, without quantisation and dropout.
+
+    Returns the model with its adapters, and the decoder inside.
+    """
     own = {"name_or_path": str(small.folder), "revision": "main", "adapter": None, "load_in_fp8": False}
     own |= {"rope_scaling": None}  # it is in the small model's own configuration
     section = recipe.model.model_copy(update=own)
     model = build_model(recipe.model_copy(update={"model": section, "quantization": None}), device, dtype=torch.float32)
+    decoder = decoder_parts(model)
     compute_layers(model, unpacked_weight)
-    return without_dropout(model.float())
+    return without_dropout(model.float()), decoder
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from finetune.generation.settings import GREEDY, answering, left_padded
 from finetune.library_errors import class_and_words
-from finetune.model.build import decoder_parts
 from finetune.probe.compare import kits_model, probe_documents
 from finetune.probe.small_model import SmallModel
 from finetune.recipe.schema import Recipe
@@ -36,8 +35,8 @@ def compare_padded(recipe: Recipe, small: SmallModel, device: torch.device) -> d
     """
     largest = 0.0
     try:
-        model = kits_model(recipe, small, device)
-        rows = len(decoder_parts(model).get_input_embeddings().weight)  # type: ignore[arg-type]
+        model, decoder = kits_model(recipe, small, device)
+        rows = len(decoder.get_input_embeddings().weight)  # type: ignore[arg-type]
         prompts = [ids.tolist() for ids, _ in probe_documents(rows, small.special, lengths=PROMPT_LENGTHS)]
         with answering(model):
             tokens, logits = _greedy(model, prompts, device)

@@ -89,10 +89,9 @@ def probe(
         if config is None or offline:
             config = checked_configuration(recipe)
         compute = compute or precision_on(recipe, device)
-        runs_here = not offline or device.type != "cpu" or attention_name(recipe) in ANYWHERE
         key = probe_key(recipe, config, device, compute)
         with one_at_a_time(key) as known:
-            result = known or _result(recipe, config, device, compute, folder / "model", runs_here=runs_here)
+            result = known or _result(recipe, config, device, compute, folder / "model", offline=offline)
             if known is None:
                 remember(key, result)
     if "refusal" in result:
@@ -107,23 +106,23 @@ def _result(
     compute: torch.dtype | None,
     folder: Path,
     *,
-    runs_here: bool,
+    offline: bool,
 ) -> dict[str, Any]:
     """What is remembered: `facts` about the model, or the line of a `refusal`.
 
     Args:
         folder: Where small models are saved.
-        runs_here: False for an attention that needs a GPU's kernels: some facts are known without them.
+        offline: Do without numbers if the attention needs a GPU's kernels: some facts are known without them.
 
     Raises what `refuse_early` raises, and EnvironmentMismatch if no small model runs.
     """
     # A remembered result needs none of these modules.
-    from finetune.probe.compare import NotFiniteHere
-    from finetune.probe.judge import Differs, judge
+    from finetune.probe.compare import Differs, NotFiniteHere, judge
     from finetune.probe.padding import compare_padded
     from finetune.probe.small_model import CannotShrink, small_models
 
     own_attention = recipe.model.attention
+    runs_here = not offline or device.type != "cpu" or attention_name(recipe) in ANYWHERE
     if not runs_here:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "eager"})})
     try:
@@ -141,7 +140,7 @@ def _result(
     try:
         for small in small_models(base, folder):  # the first one that runs
             try:
-                compared, note = judge(recipe, small, device, compute)
+                ours, note = judge(recipe, small, device, compute)
             except Differs as refusal:
                 return {"refusal": str(refusal)}
             except NotFiniteHere as error:
@@ -151,8 +150,8 @@ def _result(
                     raise
                 reason = f"made small, {class_and_words(error)}"
             else:
-                facts |= {"note": note, "precision": compared.side.precision, "bound": compared.side.bound}
-                facts |= {"found": {layers: asdict(off) for layers, off in compared.differences.items()}}
+                facts |= {"note": note, "precision": ours.library.precision, "bound": ours.library.bound}
+                facts |= {"found": {layers: asdict(off) for layers, off in ours.differences.items()}}
                 facts |= {"padding": compare_padded(recipe, small, device)}
                 sizes = {"layers": small.layers, "kinds": small.kinds, "parameters": small.parameters}
                 return {"facts": facts | {"small": sizes}}

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from finetune.errors import EnvironmentMismatch
-from finetune.probe import judge, remembered
+from finetune.probe import compare, remembered
 from finetune.probe.probe import probe
 from finetune.recipe.schema import Recipe
 from tests.support.models.own_model import save_own_model
@@ -30,13 +30,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with every probe that is computed; the computation is that of one model, done once."""
     calls: list[Any] = []
-    genuine = judge.judge
+    genuine = compare.judge
 
     def counted(*arguments: Any) -> Any:
         calls.append(arguments)
         return genuine(*arguments)
 
-    monkeypatch.setattr(judge, "judge", counted)
+    monkeypatch.setattr(compare, "judge", counted)
     return calls
 
 
