@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -162,9 +162,10 @@ class LibrarySide:
     def _librarys(self, compute: torch.dtype | None) -> LossAndGradients:
         self.model.train(self.training)
         self.model.zero_grad()
-        total, balanced = 0.0, bool(self.router) and self.training
+        total = 0.0
+        balanced = bool(self.router) and self.training
         options = {"output_router_logits": True} if balanced else {}
-        with self._width():
+        with AllInFloat64() if self.wide else nullcontext():
             for ids, labels in self.documents:
                 targets = torch.from_numpy(labels[1:]).to(self.device)
                 with torch.autocast(self.device.type, compute, enabled=compute is not None):
@@ -198,15 +199,13 @@ class LibrarySide:
         model.zero_grad()
         loss = 0.0
         members = PACKED if recipe.data.packing else ALONE
+        rows = ProbeRows([[self.documents[index] for index in row] for row in members])
+        flat = attention_name(recipe) == attention.NAME
+        at_once = min(2, recipe.training.rows_at_once)
         batches = micro_batches(
-            ProbeRows([[self.documents[index] for index in row] for row in members]),
-            range(len(members)),
-            rank=0,
-            world_size=1,
-            per_device_batch_size=min(2, recipe.training.rows_at_once),
-            flat=attention_name(recipe) == attention.NAME,
+            rows, range(len(members)), rank=0, world_size=1, per_device_batch_size=at_once, flat=flat
         )
-        with self._width():
+        with AllInFloat64() if self.wide else nullcontext():
             for batch in prefetch(batches, self.device, non_blocking=False):
                 arguments: dict[str, Any] = dict(batch)
                 with torch.autocast(self.device.type, self.compute, enabled=self.compute is not None):
@@ -227,11 +226,6 @@ class LibrarySide:
     def difference_of(self, computed: LossAndGradients) -> Difference:
         """The difference of `computed` from the library's."""
         return difference(computed, self.expected, exact=self.compute is None)
-
-    def _width(self) -> AbstractContextManager[Any]:
-        if self.wide:
-            return AllInFloat64()
-        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -291,16 +285,19 @@ def judge(
     Raises Differs if they differ, FinetuneError if the kit refuses the small model, and what the model's own code
     raises.
     """
-    library, note = library_side(recipe, small, device, compute), None
+    note = None
+    library = library_side(recipe, small, device, compute)
     ours = recipe_side(library, recipe)
     if not ours.is_right and not library.repeats():
-        library, note = replace(library, training=False), "compared in evaluation mode: it draws random numbers"
+        note = "compared in evaluation mode: it draws random numbers"
+        library = replace(library, training=False)
         ours = recipe_side(library, recipe)
     if not ours.is_right and compute is not None and expert_parameters(library.decoder):
         # In float32 rounding hardly changes a mixture's choice of experts.
         exact = recipe_side(replace(library, compute=None, training=True), recipe)
         if exact.is_right:
-            library.bound, note = BY_CHOICE, "float32 agrees; in 16 bits rounding decides which experts are chosen"
+            note = "float32 agrees; in 16 bits rounding decides which experts are chosen"
+            library.bound = BY_CHOICE
     if not ours.is_right and compute is None and device.type == "cpu":
         ours = _in_float64(ours, recipe)
     if not ours.is_right:
@@ -332,9 +329,11 @@ def _refusal(ours: RecipeSide, recipe: Recipe) -> Differs:
 
     Only a router's auxiliary loss may differ. Without it, recipes are tried with one other setting, then with two.
     """
-    library, name = ours.library, ours.library.small.name
+    library = ours.library
+    name = library.small.name
     if library.router:
-        off, library = ours.own, replace(library, router=0.0)
+        off = ours.own
+        library = replace(library, router=0.0)
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"router_aux_loss_coef": 0.0})})
         ours = recipe_side(library, recipe)
         if ours.is_right:
@@ -403,7 +402,8 @@ def library_side(
     """
     like, decoder = kits_model(recipe, small, device)
     embeddings: Any = decoder.get_input_embeddings()
-    trust, rows = recipe.model.trust_remote_code, len(embeddings.weight)
+    rows = len(embeddings.weight)
+    trust = recipe.model.trust_remote_code
     config = AutoConfig.from_pretrained(small.folder, trust_remote_code=trust)
     base: PreTrainedModel = auto_class(config).from_pretrained(
         small.folder, attn_implementation="eager", dtype=torch.float32, trust_remote_code=trust

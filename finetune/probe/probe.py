@@ -86,7 +86,7 @@ def probe(
         folder = Path(name)
         if offline:
             recipe = _on_this_machine(recipe, folder / "config")
-        if config is None or offline:
+        if config is None:
             config = checked_configuration(recipe)
         compute = compute or precision_on(recipe, device)
         key = probe_key(recipe, config, device, compute)
@@ -121,9 +121,10 @@ def _result(
     from finetune.probe.padding import compare_padded
     from finetune.probe.small_model import CannotShrink, small_models
 
-    own_attention = recipe.model.attention
+    note = None
     runs_here = not offline or device.type != "cpu" or attention_name(recipe) in ANYWHERE
     if not runs_here:
+        note = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "eager"})})
     try:
         base, adapted = refuse_early(recipe, config)
@@ -132,11 +133,12 @@ def _result(
         raise
     except Exception as error:  # whatever the model's own code raises: the user gets one line
         raise cannot_probe(recipe.model.name_or_path, class_and_words(error)) from error
-    architecture, reason = type(base).__name__, ""
-    facts: dict[str, Any] = {"architecture": architecture, "device": device.type, "adapters": adapters}
+    architecture = type(base).__name__
+    facts: dict[str, Any] = {"architecture": architecture, "device": device.type, "adapters": adapters, "note": note}
+    facts |= {"precision": None, "bound": None, "found": {}, "padding": None}
     if not runs_here:
-        facts["note"] = f"not probed here: model.attention: {own_attention} runs on a GPU alone"
-        return {"facts": facts | {"precision": None, "bound": None, "found": {}, "padding": None}}
+        return {"facts": facts}
+    reason = ""
     try:
         for small in small_models(base, folder):  # the first one that runs
             try:

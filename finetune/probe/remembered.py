@@ -114,7 +114,8 @@ def remember(key: str, result: dict[str, Any]) -> None:
 def one_at_a_time(key: str) -> Iterator[dict[str, Any] | None]:
     """Yields the kept result. If there is none, no other process of this machine probes this key in the block: it
     waits, and then recalls the result."""
-    known, lock = recall(key), None
+    lock = None
+    known = recall(key)
     if known is None:
         with suppress(OSError):
             _file(key).parent.mkdir(parents=True, exist_ok=True)
