@@ -3,6 +3,8 @@
 Both models have equal weights and adapters. In float32 the two differ by rounding, below 1e-5 relative. A deep or badly
 scaled model rounds more, so a larger difference is computed once more in float64. A real difference stays there. In 16
 bits rounding depends on model and kernel, so the measure is the library's own error against float32.
+
+If the two differ, `judge` names the setting that differs and one that is right.
 """
 
 from __future__ import annotations
