@@ -179,8 +179,8 @@ def layers(lines: Lines, *, shrunken: bool) -> None:
     device = torch.device("cpu" if shrunken else "cuda")
     with tempfile.TemporaryDirectory(prefix="finetune-layers-") as name:
         folder = Path(name)
-        vocabulary = _save_layers(folder, device, _two_layers("Llama", shrunken=shrunken))
-        small = SmallModel(folder, "LlamaForCausalLM", 2, 1, 0, frozenset())
+        _save_layers(folder, device, _two_layers("Llama", shrunken=shrunken))
+        small = SmallModel(folder, "LlamaForCausalLM", 2, 1, 0, frozenset(range(2)))
         lora = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
         for way, adapters, recomputed, compute in (
             ("LoRA in bfloat16", lora, False, torch.bfloat16),
@@ -189,9 +189,7 @@ def layers(lines: Lines, *, shrunken: bool) -> None:
             ("LoRA in float32", lora, False, None),
         ):
             recipe = _recipe(folder, adapters, recomputed=recomputed, bf16=compute is not None)
-            side = library_side(recipe, small, device, compute)
-            side.documents = _documents(vocabulary)
-            side.__post_init__()  # its own figures, of these documents
+            side = library_side(recipe, small, device, compute, DOCUMENTS)
             # Adapters without recomputation are compiled, and compared by the guard, in the recipe of 8B.
             compiles = compute is not None and (adapters is None or recomputed)
             _compare(lines, way, recipe, side, device, compiles=compiles, shrunken=shrunken)
@@ -247,8 +245,8 @@ def _two_layers(family: str, *, shrunken: bool) -> Any:
     )
 
 
-def _save_layers(folder: Path, device: Any, config: Any) -> int:
-    """A random model with this configuration in a folder; the size of its vocabulary."""
+def _save_layers(folder: Path, device: Any, config: Any) -> None:
+    """Save a random model with this configuration in a folder."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -265,13 +263,6 @@ def _save_layers(folder: Path, device: Any, config: Any) -> int:
             else:
                 weight.normal_(std=of_embeddings if "embed" in name else weight.shape[-1] ** -0.5)
     model.save_pretrained(folder)
-    return int(config.vocab_size)
-
-
-def _documents(vocabulary: int) -> Any:
-    from finetune.probe.documents import probe_documents
-
-    return probe_documents(vocabulary, frozenset(range(2)), lengths=DOCUMENTS)
 
 
 def _compare(lines: Lines, way: str, recipe: Any, side: Any, device: Any, *, compiles: bool, shrunken: bool) -> None:
@@ -361,12 +352,10 @@ def operator_case(lines: Lines, case: str, *, shrunken: bool) -> None:
     device = torch.device("cpu" if shrunken else "cuda")
     with tempfile.TemporaryDirectory(prefix="finetune-operator-") as name:
         folder = Path(name)
-        vocabulary = _save_layers(folder, device, _two_layers(family, shrunken=shrunken))
+        _save_layers(folder, device, _two_layers(family, shrunken=shrunken))
         recipe = _recipe(folder, None, recomputed=False, bf16=bf16)
-        small = SmallModel(folder, "AutoModelForCausalLM", 2, 2, 0, frozenset())
-        side = library_side(recipe, small, device, torch.bfloat16 if bf16 else None)
-        side.documents = _documents(vocabulary)
-        side.__post_init__()
+        small = SmallModel(folder, "AutoModelForCausalLM", 2, 2, 0, frozenset(range(2)))
+        side = library_side(recipe, small, device, torch.bfloat16 if bf16 else None, DOCUMENTS)
         _compare(lines, case, recipe, side, device, compiles=True, shrunken=shrunken)
 
 

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from finetune.generation.settings import GREEDY, answering, left_padded
 from finetune.library_errors import class_and_words
-from finetune.model.build import decoder_parts
-from finetune.probe.compare import kits_model
-from finetune.probe.documents import probe_documents
+from finetune.probe.compare import kits_model, probe_documents
 from finetune.probe.small_model import SmallModel
 from finetune.recipe.schema import Recipe
 
@@ -35,35 +33,29 @@ def compare_padded(recipe: Recipe, small: SmallModel, device: torch.device) -> d
     Both are computed in float32 with the library's own attention, as samples are. `same` says whether prompts may share
     a batch.
     """
+    largest = 0.0
     try:
-        model = kits_model(recipe, small, device)
+        model, decoder = kits_model(recipe, small, device)
+        rows = len(decoder.get_input_embeddings().weight)  # type: ignore[arg-type]
+        prompts = [ids.tolist() for ids, _ in probe_documents(rows, small.special, lengths=PROMPT_LENGTHS)]
         with answering(model):
-            largest = _largest_difference(model, small, device)
+            tokens, logits = _greedy(model, prompts, device)
+            for row, prompt in enumerate(prompts):
+                tokens_alone, logits_alone = _greedy(model, [prompt], device)
+                for step in range(NEW_TOKENS):
+                    # Relative to the spread of the expected logits [vocabulary]; their mean changes no probability.
+                    kept = logits_alone[step][0] > LEAST_LOGIT
+                    padded, single = logits[step][row][kept].double(), logits_alone[step][0][kept].double()
+                    off = float((padded - single).norm() / (single - single.mean()).norm())
+                    if not off <= largest:  # NaN too, which then stays
+                        largest = off
+                    if tokens[row][step] != tokens_alone[0][step]:
+                        break  # from here on the two rows differ whatever is padded
     except Exception as error:  # of the model's own code, which may know no mask or no cache
         return {"same": False, "difference": None, "reason": class_and_words(error)}
     if not math.isfinite(largest):
         return {"same": False, "difference": None, "reason": "logits are not finite"}
     return {"same": largest <= SAME, "difference": largest, "reason": None}
-
-
-def _largest_difference(model: nn.Module, small: SmallModel, device: torch.device) -> float:
-    """The largest of all rows and tokens; NaN where a logit is."""
-    rows = len(decoder_parts(model).get_input_embeddings().weight)  # type: ignore[arg-type]
-    prompts = [ids.tolist() for ids, _ in probe_documents(rows, small.special, lengths=PROMPT_LENGTHS)]
-    tokens, logits = _greedy(model, prompts, device)
-    largest = 0.0
-    for row, prompt in enumerate(prompts):
-        tokens_alone, logits_alone = _greedy(model, [prompt], device)
-        for step in range(NEW_TOKENS):
-            # Relative to the spread of the expected logits [vocabulary]; their mean changes no probability.
-            kept = logits_alone[step][0] > LEAST_LOGIT
-            padded, single = logits[step][row][kept].double(), logits_alone[step][0][kept].double()
-            off = float((padded - single).norm() / (single - single.mean()).norm())
-            if not off <= largest:  # NaN too, which then stays
-                largest = off
-            if tokens[row][step] != tokens_alone[0][step]:
-                break  # from here on the two rows differ whatever is padded
-    return largest
 
 
 def _greedy(model: nn.Module, prompts: list[list[int]], device: torch.device) -> tuple[list[list[int]], list[Tensor]]:

@@ -15,27 +15,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
+from finetune.architecture import attention
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.library_errors import class_and_words, library_errors, not_loaded
 from finetune.model.adapter_targets import describe_reach, reach
 from finetune.model.build import attention_name, configuration, decoder_parts, refuse_early
-from finetune.model.dtypes import dtype_name
 from finetune.model.stored_structure import refuse_files, stored_structure
 from finetune.output_stream import silenced
-from finetune.probe.remembered import one_at_a_time, precision_on, probe_key, recall, remember
+from finetune.probe.remembered import one_at_a_time, precision_on, probe_key, remember
 from finetune.recipe.schema import Recipe
 
-if TYPE_CHECKING:
-    from finetune.probe.judge import Judgement
-    from finetune.probe.small_model import SmallModel
-
 CPU = torch.device("cpu")
+ANYWHERE = (attention.NAME, "sdpa", "eager")  # attentions that run on every device
 
 
 @dataclass(frozen=True)
@@ -89,69 +86,80 @@ def probe(
         folder = Path(name)
         if offline:
             recipe = _on_this_machine(recipe, folder / "config")
-        config = checked_configuration(recipe) if config is None or offline else config
-        content: dict[str, Any] = config.to_dict()
-        content |= {"code": getattr(config, "_commit_hash", None) if "auto_map" in content else None}
+        if config is None:
+            config = checked_configuration(recipe)
         compute = compute or precision_on(recipe, device)
-        # Code files of a model in a folder. On the Hub the configuration names the code's commit instead.
-        code = sorted(Path(recipe.model.name_or_path).glob("*.py")) if recipe.model.trust_remote_code else []
-        key = probe_key(recipe, content, code, device) + (f"-{dtype_name(compute)}" if compute else "")
-        if known := recall(key):
-            return _recalled(known)
-        with one_at_a_time(key):
-            if known := recall(key):
-                return _recalled(known)
-            from finetune.probe.judge import ANYWHERE, Differs  # a remembered result needs none of what computes one
-            from finetune.probe.padding import compare_padded
-
-            if offline and device.type == "cpu" and attention_name(recipe) not in ANYWHERE:
-                # The recipe's attention needs a GPU's kernels. Some facts are known here.
-                section = recipe.model.model_copy(update={"attention": "eager"})
-                _, facts = _whole_model(recipe.model_copy(update={"model": section}), config, device)
-                facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
-            else:
-                base, facts = _whole_model(recipe, config, device)
-                try:
-                    small, judgement = _judged(recipe, base, device, compute, folder / "model")
-                except Differs as refusal:
-                    remember(key, {"refusal": str(refusal)})
-                    raise EnvironmentMismatch(str(refusal)) from None
-                facts |= {"small": {"layers": small.layers, "kinds": small.kinds, "parameters": small.parameters}}
-                facts |= {"note": judgement.note, "precision": judgement.precision, "bound": judgement.bound}
-                facts |= {"found": {layers: asdict(off) for layers, off in judgement.differences.items()}}
-                facts |= {"padding": compare_padded(recipe, small, device)}
-            remember(key, {"facts": facts})
-            return ProbeResult(facts)
+        key = probe_key(recipe, config, device, compute)
+        with one_at_a_time(key) as known:
+            result = known or _result(recipe, config, device, compute, folder / "model", offline=offline)
+            if known is None:
+                remember(key, result)
+    if "refusal" in result:
+        raise EnvironmentMismatch(result["refusal"])
+    return ProbeResult(result["facts"], remembered=known is not None)
 
 
-def _recalled(known: dict[str, Any]) -> ProbeResult:
-    if "refusal" in known:
-        raise EnvironmentMismatch(known["refusal"])
-    return ProbeResult(known["facts"], remembered=True)
+def _result(
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    device: torch.device,
+    compute: torch.dtype | None,
+    folder: Path,
+    *,
+    offline: bool,
+) -> dict[str, Any]:
+    """What is remembered: `facts` about the model, or the line of a `refusal`.
 
+    Args:
+        folder: Where small models are saved.
+        offline: Do without numbers if the attention needs a GPU's kernels: some facts are known without them.
 
-def _judged(
-    recipe: Recipe, base: PreTrainedModel, device: torch.device, compute: torch.dtype | None, folder: Path
-) -> tuple[SmallModel, Judgement]:
-    """The first small model that runs, and its judgement. Raises Differs; EnvironmentMismatch if none runs."""
-    from finetune.probe.compare import NotFiniteHere
-    from finetune.probe.judge import Differs, judge
+    Raises what `refuse_early` raises, and EnvironmentMismatch if no small model runs.
+    """
+    # A remembered result needs none of these modules.
+    from finetune.probe.compare import Differs, NotFiniteHere, judge
+    from finetune.probe.padding import compare_padded
     from finetune.probe.small_model import CannotShrink, small_models
 
+    note = None
+    runs_here = not offline or device.type != "cpu" or attention_name(recipe) in ANYWHERE
+    if not runs_here:
+        note = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "eager"})})
+    try:
+        base, adapted = refuse_early(recipe, config)
+        adapters = None if recipe.lora is None else reach(adapted, decoder_parts(adapted), Tensor.numel)
+    except FinetuneError:
+        raise
+    except Exception as error:  # whatever the model's own code raises: the user gets one line
+        raise cannot_probe(recipe.model.name_or_path, class_and_words(error)) from error
+    architecture = type(base).__name__
+    facts: dict[str, Any] = {"architecture": architecture, "device": device.type, "adapters": adapters, "note": note}
+    facts |= {"precision": None, "bound": None, "found": {}, "padding": None}
+    if not runs_here:
+        return {"facts": facts}
     reason = ""
     try:
-        for small in small_models(base, folder):
+        for small in small_models(base, folder):  # the first one that runs
             try:
-                return small, judge(recipe, small, device, compute)
+                ours, note = judge(recipe, small, device, compute)
+            except Differs as refusal:
+                return {"refusal": str(refusal)}
             except NotFiniteHere as error:
                 reason = f"made small, {error}"
             except Exception as error:  # sizes that do not go together: the next ones are larger
-                if isinstance(error, Differs) or type(error) is FinetuneError:
+                if type(error) is FinetuneError:
                     raise
                 reason = f"made small, {class_and_words(error)}"
+            else:
+                facts |= {"note": note, "precision": ours.library.precision, "bound": ours.library.bound}
+                facts |= {"found": {layers: asdict(off) for layers, off in ours.differences.items()}}
+                facts |= {"padding": compare_padded(recipe, small, device)}
+                sizes = {"layers": small.layers, "kinds": small.kinds, "parameters": small.parameters}
+                return {"facts": facts | {"small": sizes}}
     except CannotShrink as error:
         reason = reason or str(error)
-    raise cannot_probe(type(base).__name__, reason)
+    raise cannot_probe(architecture, reason)
 
 
 def cannot_probe(name: str, reason: str) -> EnvironmentMismatch:
@@ -160,21 +168,6 @@ def cannot_probe(name: str, reason: str) -> EnvironmentMismatch:
         f"model.name_or_path: {name} could not be probed for wrong losses and gradients: {reason}; choose another "
         "model, or correct its code"
     )
-
-
-def _whole_model(
-    recipe: Recipe, config: PreTrainedConfig, device: torch.device
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in full on meta, and its known facts. Raises what `refuse_early` raises."""
-    try:
-        base, adapted = refuse_early(recipe, config)
-        adapters = None if recipe.lora is None else reach(adapted, decoder_parts(adapted), Tensor.numel)
-    except FinetuneError:
-        raise
-    except Exception as error:  # whatever the model's own code raises: the user gets one line
-        raise cannot_probe(recipe.model.name_or_path, class_and_words(error)) from error
-    facts = {"architecture": type(base).__name__, "device": device.type, "adapters": adapters}
-    return base, facts | {"note": None, "precision": None, "bound": None, "found": {}, "padding": None}
 
 
 def checked_configuration(recipe: Recipe) -> PreTrainedConfig:

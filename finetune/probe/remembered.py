@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from transformers import PreTrainedConfig
 
 from finetune.errors import FinetuneError
 from finetune.files import cache_folder, read_sealed, write_sealed
 from finetune.measure.environment import installed_versions
 from finetune.model.build import attention_name
-from finetune.model.dtypes import COMPUTE
+from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.stored_structure import NOT_OF_STRUCTURE
 from finetune.paths import PACKAGE
 from finetune.recipe.schema import Recipe
@@ -37,14 +38,18 @@ LONGEST_PROBE = 120.0  # seconds
 OWN_CODE = ("model", "architecture", "probe", "tokens")
 
 
-def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: torch.device) -> str:
+def probe_key(recipe: Recipe, config: PreTrainedConfig, device: torch.device, compute: torch.dtype | None) -> str:
     """The name under which a probe's result is kept.
 
     Args:
         config: The model's configuration.
-        code: Files that came with the model.
+        compute: The format that the probe computes in; None: float32.
     """
-    structure = {name: value for name, value in config.items() if name not in NOT_OF_STRUCTURE}
+    content: dict[str, Any] = config.to_dict()
+    content |= {"code": getattr(config, "_commit_hash", None) if "auto_map" in content else None}
+    structure = {name: value for name, value in content.items() if name not in NOT_OF_STRUCTURE}
+    # Code files of a model in a folder. On the Hub the configuration names the code's commit instead.
+    code = sorted(Path(recipe.model.name_or_path).glob("*.py")) if recipe.model.trust_remote_code else []
     training = recipe.training
     settings = {
         "attention": attention_name(recipe),
@@ -59,7 +64,8 @@ def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: 
     }
     computes = {"versions": installed(), "own code": own_code(), "device": device_kind(device)}
     parts = {"format": REMEMBERED_FORMAT, "config": structure, "code": _digest(code), "asked": settings, **computes}
-    return content_key(json.loads(json.dumps(parts, default=str)))
+    key = content_key(json.loads(json.dumps(parts, default=str)))
+    return f"{key}-{dtype_name(compute)}" if compute else key
 
 
 @cache
@@ -105,15 +111,18 @@ def remember(key: str, result: dict[str, Any]) -> None:
 
 
 @contextmanager
-def one_at_a_time(key: str) -> Iterator[None]:
-    """In the block no other process of this machine probes this key: it waits, and then recalls the result."""
+def one_at_a_time(key: str) -> Iterator[dict[str, Any] | None]:
+    """Yields the kept result. If there is none, no other process of this machine probes this key in the block: it
+    waits, and then recalls the result."""
     lock = None
-    with suppress(OSError):
-        _file(key).parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(_file(key).with_suffix(".lock"))
-        lock.acquire(timeout=LONGEST_PROBE)  # a stopped process does not block others, because a Timeout is an OSError
+    known = recall(key)
+    if known is None:
+        with suppress(OSError):
+            _file(key).parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(_file(key).with_suffix(".lock"))
+            lock.acquire(timeout=LONGEST_PROBE)  # its Timeout is an OSError, so a stopped process does not block others
     try:
-        yield
+        yield known or recall(key)
     finally:
         if lock is not None:
             lock.release()

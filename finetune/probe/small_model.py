@@ -332,10 +332,9 @@ def small_models(model: PreTrainedModel, folder: Path) -> Iterator[SmallModel]:
     model_class, reason = type(model), "it has too many weights"
     for divisors in factors(model.config.get_text_config().to_dict()):
         try:
-            narrow = _narrow(model.config, model.config.get_text_config(), divisors)
-            depth = getattr(narrow.get_text_config(), "num_hidden_layers", None)
-            config = _shallow(model_class, narrow, decoder_layers(_on_meta(model_class, narrow), depth)) or narrow
-            if sum(parameter.numel() for parameter in _on_meta(model_class, config).parameters()) > LARGEST_SMALL:
+            config, on_meta = _shallow(model_class, _narrow(model.config, model.config.get_text_config(), divisors))
+            size = sum(parameter.numel() for parameter in on_meta.parameters())
+            if size > LARGEST_SMALL:
                 continue
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(0)  # decays and steps of state-space layers stay what they begin as
@@ -347,10 +346,8 @@ def small_models(model: PreTrainedModel, folder: Path) -> Iterator[SmallModel]:
         shutil.rmtree(folder, ignore_errors=True)
         small.save_pretrained(folder)
         _copy_code(model, folder)
-        text = config.get_text_config()
-        kinds = kinds_of(decoder_layers(small, getattr(text, "num_hidden_layers", None)))
+        kinds = kinds_of(decoder_layers(small, getattr(config.get_text_config(), "num_hidden_layers", None)))
         tokens = frozenset(special_tokens(config.to_dict()))
-        size = sum(parameter.numel() for parameter in small.parameters())
         yield SmallModel(folder, model_class.__name__, len(kinds), len(set(kinds)), size, tokens)
     raise CannotShrink(f"it cannot be made small ({reason})")
 
@@ -373,14 +370,16 @@ def _narrow(config: PreTrainedConfig, text: PreTrainedConfig, divisors: Factors)
     return _config_like(config, small)
 
 
-def _shallow(model_class: ModelClass, config: PreTrainedConfig, deep: list[nn.Module]) -> PreTrainedConfig | None:
-    """The configuration with two layers of each kind; None where only the whole depth has them all.
+def _shallow(model_class: ModelClass, config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    """The configuration with two layers of each kind, if a shorter model has them all, and its model on meta.
 
     Try the chosen layers first. Where the kinds follow from a period (every fourth layer), a shorter model has other
     kinds at those places. So try the first layers next, which keep their places.
     """
-    signatures, kinds = [layer_signature(layer) for layer in deep], kinds_of(deep)
     text, content = config.get_text_config(), config.to_dict()
+    whole = _on_meta(model_class, config)
+    deep = decoder_layers(whole, getattr(text, "num_hidden_layers", None))
+    signatures, kinds = [layer_signature(layer) for layer in deep], kinds_of(deep)
     for chosen in (chosen_layers(kinds), first_layers(kinds)):
         if not 0 < len(chosen) < len(deep):
             continue
@@ -391,12 +390,13 @@ def _shallow(model_class: ModelClass, config: PreTrainedConfig, deep: list[nn.Mo
                 section = next(name for name in content if getattr(config, name, None) is text)
                 small = content | {section: with_layers_alone(content[section], len(deep), chosen)}
             shallow = _config_like(config, small)
-            layers = decoder_layers(_on_meta(model_class, shallow), len(chosen))
+            short = _on_meta(model_class, shallow)
+            layers = decoder_layers(short, len(chosen))
         except Exception:  # a list that belongs to layers and was not known as one
             continue
         if [layer_signature(layer) for layer in layers] == [signatures[index] for index in chosen]:
-            return shallow
-    return None
+            return shallow, short
+    return config, whole
 
 
 def _config_like(config: PreTrainedConfig, content: dict[str, Any]) -> PreTrainedConfig:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from finetune.errors import EnvironmentMismatch
-from finetune.probe import probe as probing
-from finetune.probe import remembered
+from finetune.probe import compare, remembered
 from finetune.probe.probe import probe
 from finetune.recipe.schema import Recipe
 from tests.support.models.own_model import save_own_model
@@ -30,13 +30,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with every probe that is computed; the computation is that of one model, done once."""
     calls: list[Any] = []
-    genuine = probing._judged
+    genuine = compare.judge
 
     def counted(*arguments: Any) -> Any:
         calls.append(arguments)
         return genuine(*arguments)
 
-    monkeypatch.setattr(probing, "_judged", counted)
+    monkeypatch.setattr(compare, "judge", counted)
     return calls
 
 
@@ -101,7 +101,7 @@ def test_a_pipe_in_the_place_of_a_file_does_not_hang(tiny_llama: Path, own_cache
 
 def kept(model: Path, cache: Path) -> tuple[str, Path]:
     """A result that is remembered: its key and its file."""
-    key = remembered.probe_key(half_recipe(model), {}, [], CPU)
+    key = remembered.probe_key(half_recipe(model), PreTrainedConfig(), CPU, None)
     remembered.remember(key, {"facts": {"architecture": "x"}})
     found = remembered.recall(key)
     assert found is not None
@@ -137,14 +137,15 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def key_of(recipe: Recipe, config: dict[str, Any] | None = None, device: torch.device = CPU) -> str:
-    return remembered.probe_key(recipe, config or {"hidden_size": 64}, [], device)
+def key_of(recipe: Recipe, width: int = 64, device: torch.device = CPU, compute: torch.dtype | None = None) -> str:
+    return remembered.probe_key(recipe, PreTrainedConfig(hidden_size=width), device, compute)
 
 
 def test_the_key_covers_what_the_result_follows_from(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [key_of(half_recipe()), *(key_of(half_recipe(**change)) for change in CHANGES.values())]
-    keys.append(key_of(half_recipe(), {"hidden_size": 128}))
+    keys.append(key_of(half_recipe(), 128))
     keys.append(key_of(half_recipe(), device=torch.device("meta")))
+    keys.append(key_of(half_recipe(), compute=torch.bfloat16))
     here = remembered.installed()
     for name in ("torch", "transformers", "peft", "flash-linear-attention"):
         with monkeypatch.context() as patched:
@@ -153,7 +154,7 @@ def test_the_key_covers_what_the_result_follows_from(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patched:
         patched.setattr(remembered, "own_code", lambda: "another")
         keys.append(key_of(half_recipe()))
-    assert len(set(keys)) == len(keys) == len(CHANGES) + 8
+    assert len(set(keys)) == len(keys) == len(CHANGES) + 9
     assert key_of(half_recipe(data={"max_length": 64})) == keys[0]  # this changes nothing of the model
     without = {"router_aux_loss_coef": 0.0}  # preferences have no router's loss
     preferences = half_recipe(training={"objective": "dpo"}, model={"router_aux_loss_coef": 0.02})

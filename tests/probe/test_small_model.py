@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from finetune.probe.documents import DOCUMENT_LENGTHS
+from finetune.probe.compare import DOCUMENT_LENGTHS
 from finetune.probe.small_model import (
     LARGEST_SMALL,
     SMALL_VOCABULARY,

@@ -21,8 +21,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from finetune.errors import FinetuneError
-from finetune.model.build import build_model, refuse_early
-from finetune.probe.compare import AllInFloat64, doubled, set_checkpointing
+from finetune.model.build import build_model, decoder_parts, refuse_early
+from finetune.probe.compare import AllInFloat64, widen
 from finetune.recipe.schema import Recipe
 from finetune.tokens.batches import micro_batches
 from tests.support.runs.recipes import least_recipe
@@ -210,8 +210,8 @@ def _as_it_is(model: nn.Module) -> nn.Module:
 
 
 def _wide(model: nn.Module) -> nn.Module:
-    set_checkpointing(model, on=False)
-    return doubled(model)
+    widen(decoder_parts(model))
+    return model
 
 
 def librarys(folder: Path, width: Callable[[nn.Module], nn.Module] = _as_it_is) -> Trained:
