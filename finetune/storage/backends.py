@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -30,6 +30,7 @@ from finetune.wording import install_command
 
 MOST_SMALL_BYTES = 16 * 2**20  # of an entry or a lease: 1,024 ranks' files are 200 kB
 CONNECT_SECONDS, READ_SECONDS = 10, 300  # of one request to an object store
+ATTEMPTS, FIRST_WAIT_SECONDS = 3, 2.0  # of one operation
 CONFLICT_SECONDS, CONFLICTS = 1.0, 3  # S3 answers 409 while another request for the name is on its way
 NO_BUCKET = re.compile(r"(?i)bucket does not exist|NoSuchBucket")
 WHEN_REQUIRED = "set AWS_REQUEST_CHECKSUM_CALCULATION and AWS_RESPONSE_CHECKSUM_VALIDATION to when_required"
@@ -291,3 +292,16 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
     if isinstance(error, NotImplementedError | TypeError):
         return FinetuneError(f"{url}: this kind of storage cannot do it ({reason}); use s3://, hf:// or file://"), False
     return EnvironmentMismatch(f"{url}: cannot be reached ({reason}); check the network and the address"), True
+
+
+def attempt(storage: Storage, work: Callable[[], Any], pause: Callable[[float], None] = time.sleep) -> Any:
+    """Call `work` until it succeeds, three times at most. Raises FinetuneError, one line."""
+    for number in range(1, ATTEMPTS + 1):
+        try:
+            return work()
+        except Exception as error:
+            line, may_pass = explain(storage, error)
+            if not may_pass or number == ATTEMPTS:
+                raise line from error
+            pause(FIRST_WAIT_SECONDS * number)
+    raise AssertionError
