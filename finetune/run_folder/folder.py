@@ -297,8 +297,8 @@ def claim_run_folder(
             step = checkpoint.step
             notes.append(f"resumed from step {step} ({checkpoint.path})")
             metrics, torn = cut_lines(run_dir / "metrics.jsonl", step)
-            notes += lost_lines(run_dir, metrics, torn, step)
             cut_lines(run_dir / "samples.jsonl", step - 1)
+            notes += lost_lines(run_dir, metrics, torn, step)
         _write_state(run_dir, "running", step, command, identity.values)
     except BaseException:
         os.close(locked)

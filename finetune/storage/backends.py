@@ -56,13 +56,13 @@ class Storage(Protocol):
         """The names at the top, of objects and folders; empty if nothing is there."""
 
     def read(self, path: str) -> bytes:
-        """A small object. Raises FileNotFoundError. `read_small` looks at its size first."""
+        """A small object. Raises FileNotFoundError. storage/journal.py looks at its size first."""
 
     def size(self, path: str) -> int:
         """An object's bytes. Raises FileNotFoundError."""
 
     def get(self, path: str, target: Path) -> None:
-        """Copy an object into a file. Raises FileNotFoundError. `fetch` looks at its size first."""
+        """Copy an object into a file. Raises FileNotFoundError. storage/restart.py looks at its size first."""
 
     def begin(self) -> None:
         """Forget puts and removals that wait, of a publication that failed."""
@@ -103,21 +103,6 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
             f"{url}: this s3fs looks before it writes, so it keeps no two writers apart; pip install 's3fs>=2024.12'"
         )
     return storage
-
-
-def read_small(storage: Storage, path: str) -> bytes:
-    """An entry or a lease. Raises FileNotFoundError, and FinetuneError for an object that is too large to be one."""
-    if storage.size(path) > MOST_SMALL_BYTES:
-        raise FinetuneError(f"{storage.url}/{path}: is larger than a run's; name another place in run.storage")
-    return storage.read(path)
-
-
-def fetch(storage: Storage, path: str, target: Path, size: int) -> bool:
-    """Copy an object of `size` bytes into a file. False: it has another size; a larger one is not copied."""
-    if storage.size(path) != size:
-        return False
-    storage.get(path, target)
-    return target.stat().st_size == size
 
 
 class FolderStorage:

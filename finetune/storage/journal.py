@@ -33,7 +33,7 @@ from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.output_stream import one_line
-from finetune.storage.backends import WHEN_REQUIRED, Storage, attempt, read_small
+from finetune.storage.backends import MOST_SMALL_BYTES, WHEN_REQUIRED, Storage, attempt
 
 RENEW_SECONDS = 10.0
 WATCH_SECONDS = 45.0  # a renewal may wait for a slow network; a start after a clean end does not watch
@@ -102,8 +102,15 @@ def _numbers(names: Iterable[str]) -> list[int]:
     return [int(match[1]) for name in names if (match := _ENTRY.fullmatch(name))]
 
 
+def _read_small(storage: Storage, path: str) -> bytes:
+    """An entry or a lease. Raises FileNotFoundError, and FinetuneError for an object that is too large to be one."""
+    if storage.size(path) > MOST_SMALL_BYTES:
+        raise FinetuneError(f"{storage.url}/{path}: is larger than a run's; {_OTHER_PREFIX}")
+    return storage.read(path)
+
+
 def _entry(storage: Storage, number: int) -> Entry:
-    content = read_small(storage, entry_name(number))
+    content = _read_small(storage, entry_name(number))
     try:
         value = json.loads(content)
         checkpoints = tuple(
@@ -258,7 +265,7 @@ def _lease(counter: int, *, closed: bool) -> bytes:
 def read_lease(storage: Storage, entry: Entry) -> Mapping[str, Any]:
     """The owner's counter; empty if it wrote none."""
     try:
-        value = json.loads(read_small(storage, _lease_name(entry.owner)))
+        value = json.loads(_read_small(storage, _lease_name(entry.owner)))
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -27,7 +27,7 @@ from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of
 from finetune.run_folder.facts import STATE, read_state
 from finetune.run_folder.folder import RunIdentity
-from finetune.storage.backends import Storage, attempt, explain, fetch, open_storage
+from finetune.storage.backends import Storage, attempt, explain, open_storage
 from finetune.storage.journal import Entry, check_empty, is_conditional, newest_entry, take_lease
 from finetune.storage.mirror import MIRRORED_FILES, Mirror, with_own_paths
 
@@ -62,6 +62,14 @@ def _fetched_records(url: str, private: bool) -> Path:
     return folder
 
 
+def _fetch(storage: Storage, path: str, target: Path, size: int) -> bool:
+    """Copy an object of `size` bytes into a file. False: it has another size; a larger one is not copied."""
+    if storage.size(path) != size:
+        return False
+    storage.get(path, target)
+    return target.stat().st_size == size
+
+
 def fetch_records(
     storage: Storage, entry: Entry | None, folder: Path, names: Collection[str] = (*MIRRORED_FILES, STATE)
 ) -> None:
@@ -70,7 +78,7 @@ def fetch_records(
         if entry is None or name not in entry.records:
             continue
         temporary = folder / f"{TEMPORARY_PREFIX}{name}"
-        if not fetch(storage, f"{entry.records_folder}/{name}", temporary, entry.records[name]):
+        if not _fetch(storage, f"{entry.records_folder}/{name}", temporary, entry.records[name]):
             raise FinetuneError(f"{storage.url}/{entry.records_folder}/{name}: has another size than was written")
         os.replace(temporary, folder / name)
 
@@ -140,7 +148,7 @@ def _bring(
         problem: Checkpoint | str
         try:
             places = [(saved.path(name), folder / name, size) for name, size in saved.files.items()]
-            fits = all(attempt(storage, functools.partial(fetch, storage, *place)) for place in places)
+            fits = all(attempt(storage, functools.partial(_fetch, storage, *place)) for place in places)
             problem = examine(folder) if fits else "a file has another size than was written"
         except FinetuneError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
