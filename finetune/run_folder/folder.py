@@ -206,8 +206,26 @@ def lock_run_folder(run_dir: Path, *, wait_seconds: float = 10.0) -> LockedFolde
 
     Raises FinetuneError: another process trains here; the folder is not a run's; its file system lacks something.
     """
-    _refuse_foreign(run_dir)
-    is_new = not run_dir.exists()
+    try:
+        is_new = not run_dir.exists()
+    except (OSError, ValueError) as error:  # a name that is too long for any folder
+        reason = getattr(error, "strerror", None) or error
+        raise FinetuneError(f"{one_line(run_dir, 120)}: output_dir cannot be used: {reason}; choose another") from None
+    if not is_new and not run_dir.is_dir():
+        raise FinetuneError(f"{run_dir}: output_dir is a file; choose another output_dir")
+    if not is_new and not (run_dir / STATE).exists():
+        names = [path.name for path in run_dir.iterdir()]
+        foreign = sorted(name for name in names if name != LOCK and not name.startswith(TEMPORARY_PREFIX))
+        if foreign:
+            named = ", ".join(foreign[:3] + ["..."] * (len(foreign) > 3))
+            raise FinetuneError(
+                f"{run_dir}: output_dir holds other files ({named}) and no run; choose another output_dir"
+            )
+    # Through a link a run would write into another folder, and from a pipe it would read forever.
+    for path in (run_dir / name for name in OWN_FILES):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
+            raise FinetuneError(f"{path}: is {kind}, not the run's own file; remove it, or choose another output_dir")
     locked = LockedFolder(run_dir, _lock(run_dir, wait_seconds), is_new)
     try:
         refuse_mount(run_dir)
@@ -260,16 +278,17 @@ def claim_run_folder(
         # A finished run without its result continues from its last checkpoint and exports again.
         has_result = any((run_dir / name).is_dir() for name in HANDED_OVER)
         is_finished = previous is not None and previous["state"] == "finished" and has_result
-        checkpoint, damaged = newest_valid(run_dir)
-        if checkpoint is None and damaged:
-            raise FinetuneError("\n".join([*damaged, f"{run_dir}: none of its checkpoints is complete; {_START_OVER}"]))
+        checkpoint, warnings = newest_valid(run_dir)
+        if checkpoint is None and warnings:
+            problem = f"{run_dir}: none of its checkpoints is complete; {_START_OVER}"
+            raise FinetuneError("\n".join([*warnings, problem]))
         status: Literal["fresh", "resumed", "finished"] = "fresh"
         if previous is None or (checkpoint is None and not is_finished):
-            checkpoint, damaged = None, ()
+            checkpoint, warnings = None, ()
         else:
             status = "finished" if is_finished else "resumed"
             differing, earlier, moved = identity.compare(run_dir, previous)
-            damaged = (*damaged, *moved)
+            warnings = (*warnings, *moved)
             if is_finished and length is not None:
                 planned = length.as_before(earlier)
                 if length.steps > planned.steps:  # a finished run may get longer
@@ -277,13 +296,13 @@ def claim_run_folder(
                     if not differing:
                         status = "resumed"
                         checkpoint, line = go_on(run_dir, planned, length, checkpoint, int(previous["step"]))
-                        damaged = (*damaged, line)
+                        warnings = (*warnings, line)
             if differing:
                 remedy = f"choose another output_dir, or start over: {_START_OVER}"
                 raise identity.other(run_dir, differing, earlier, remedy)
         if status == "finished":
             os.close(locked)
-            return Claim(status, checkpoint, (*notes, *damaged), None)
+            return Claim(status, checkpoint, (*notes, *warnings), None)
 
         step = 0
         clear_leftovers(run_dir)
@@ -303,36 +322,10 @@ def claim_run_folder(
     except BaseException:
         os.close(locked)
         raise
-    return Claim(status, checkpoint, (*notes, *damaged), locked)
+    return Claim(status, checkpoint, (*notes, *warnings), locked)
 
 
 _START_OVER = "training.resume=never starts over (this folder is renamed and kept)"
-
-
-def _refuse_foreign(run_dir: Path) -> None:
-    """Raise FinetuneError if output_dir cannot be a run's folder, or holds files that are no run's."""
-    try:
-        exists = run_dir.exists()
-    except (OSError, ValueError) as error:  # a name that is too long for any folder
-        reason = getattr(error, "strerror", None) or error
-        raise FinetuneError(f"{one_line(run_dir, 120)}: output_dir cannot be used: {reason}; choose another") from None
-    if exists and not run_dir.is_dir():
-        raise FinetuneError(f"{run_dir}: output_dir is a file; choose another output_dir")
-    if not exists:
-        return
-    if not (run_dir / STATE).exists():
-        names = [path.name for path in run_dir.iterdir()]
-        foreign = sorted(name for name in names if name != LOCK and not name.startswith(TEMPORARY_PREFIX))
-        if foreign:
-            named = ", ".join(foreign[:3] + ["..."] * (len(foreign) > 3))
-            raise FinetuneError(
-                f"{run_dir}: output_dir holds other files ({named}) and no run; choose another output_dir"
-            )
-    # Through a link a run would write into another folder, and from a pipe it would read forever.
-    for path in (run_dir / name for name in OWN_FILES):
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
-            raise FinetuneError(f"{path}: is {kind}, not the run's own file; remove it, or choose another output_dir")
 
 
 def _lock(run_dir: Path, wait_seconds: float = 10.0) -> int:
