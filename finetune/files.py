@@ -197,17 +197,6 @@ def check_output(path: Path, option: str, *, folder: bool = False) -> None:
         ) from None
 
 
-def refuse_other_kinds(folder: Path, names: Iterable[str]) -> None:
-    """Raise FinetuneError if one of these names exists and is not a regular file.
-
-    Through a link a run would write into another folder, and from a pipe it would read forever.
-    """
-    for path in (folder / name for name in names):
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
-            raise FinetuneError(f"{path}: is {kind}, not the run's own file; remove it, or choose another output_dir")
-
-
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     """The text of a JSONL file."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -242,17 +231,25 @@ def torn_lines(path: Path) -> int:
     return sum(row is None and line.endswith(b"\n") for row, line in _lines(path))
 
 
-def cut_lines(path: Path, last_step: int) -> None:
+def cut_lines(path: Path, last_step: int) -> tuple[list[dict[str, Any]], int]:
     """Keeps, bit for bit, the lines up to `last_step`: those that were there when that step's checkpoint was written.
 
-    A line without an integer `step` is kept, a torn line is dropped.
+    A line without an integer `step` is kept, a torn line is dropped. Returns the kept rows, and the number of torn
+    lines as `torn_lines` counts them.
     """
     if not path.exists():
-        return
-    steps = ((row.get("step"), line) for row, line in _lines(path) if row is not None)
-    content = b"".join(line for step, line in steps if not isinstance(step, int) or step <= last_step).decode("utf-8")
+        return [], 0
+    rows, kept, torn = list[dict[str, Any]](), list[bytes](), 0
+    for row, line in _lines(path):
+        if row is None:
+            torn += line.endswith(b"\n")
+        elif not isinstance(step := row.get("step"), int) or step <= last_step:
+            rows.append(row)
+            kept.append(line)
+    content = b"".join(kept).decode("utf-8")
     if content != path.read_bytes().decode("utf-8", errors="replace"):
         write_text(path, content)
+    return rows, torn
 
 
 def _lines(path: Path, last_bytes: int | None = None) -> Iterator[tuple[dict[str, Any] | None, bytes]]:

@@ -386,10 +386,16 @@ def examine(folder: Path, *, hashes: bool = True) -> Checkpoint | str:
     return Checkpoint(folder, manifest["step"], groups, aliases)
 
 
-def newest_valid(run_dir: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The newest valid checkpoint, if any, and a line for each newer one that is damaged."""
+def newest_valid(run_dir: Path, before: int | None = None) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """The newest valid checkpoint, if any, and a line for each newer one that is damaged.
+
+    Args:
+        before: Look only at steps before this one.
+    """
     damaged: list[str] = []
     for folder in _folders(run_dir):
+        if before is not None and _step(folder) >= before:
+            continue
         checkpoint = examine(folder)
         if isinstance(checkpoint, Checkpoint):
             return checkpoint, tuple(damaged)

@@ -201,14 +201,10 @@ def describe_missing(holes: Sequence[tuple[int, int]], torn: int) -> str:
     return ""
 
 
-def lost_lines(run_dir: Path, step: int) -> Iterator[str]:
-    """A line for the user if metrics.jsonl lacks steps up to `step`. Call it before torn lines are dropped."""
-    file = run_dir / "metrics.jsonl"
-    earlier, torn = [], 0
-    if file.exists():
-        earlier = [line for line in read_lines(file) if isinstance(line.get("step"), int) and line["step"] <= step]
-        torn = torn_lines(file)
-    if lost := describe_missing(missing_steps(earlier, step), torn):
+def lost_lines(run_dir: Path, metrics: Sequence[Mapping[str, Any]], torn: int, step: int) -> Iterator[str]:
+    """A line for the user if `metrics` lacks steps up to `step`, or had torn lines."""
+    numbered = [line for line in metrics if isinstance(line.get("step"), int)]
+    if lost := describe_missing(missing_steps(numbered, step), torn):
         yield f"{run_dir}: {lost}; the report shows where"
 
 

@@ -29,7 +29,6 @@ from finetune.files import (
     cut_lines,
     exclusive,
     lock,
-    refuse_other_kinds,
     remove_folder,
     sync,
     write_json,
@@ -41,7 +40,6 @@ from finetune.recipe.schema import Recipe, Training
 from finetune.run_folder.checkpoint import (
     Checkpoint,
     checkpoint_steps,
-    examine,
     newest_valid,
     read_state_of,
     step_folder,
@@ -51,9 +49,7 @@ from finetune.wording import first_lines
 
 _UNSET = "(not set)"
 STATE_LOCK = ".state.lock"  # between reading the state and writing it
-# A resumed run keeps lines up to the checkpoint's step minus this number. A step's metrics are written before its
-# checkpoint. The samples after the last step are written after its checkpoint, so a resumed run writes them again.
-LINES = {"metrics.jsonl": 0, "samples.jsonl": 1}
+LINES = ("metrics.jsonl", "samples.jsonl")
 WRITTEN_ONCE = ("recipe.yaml", "receipt.json", "environment.json", "conversation.json", "reference.json")
 OWN_FILES = (STATE, *LINES, *WRITTEN_ONCE, LOCK, STATE_LOCK)
 
@@ -210,9 +206,26 @@ def lock_run_folder(run_dir: Path, *, wait_seconds: float = 10.0) -> LockedFolde
 
     Raises FinetuneError: another process trains here; the folder is not a run's; its file system lacks something.
     """
-    _refuse_foreign(run_dir)
-    refuse_other_kinds(run_dir, OWN_FILES)
-    is_new = not run_dir.exists()
+    try:
+        is_new = not run_dir.exists()
+    except (OSError, ValueError) as error:  # a name that is too long for any folder
+        reason = getattr(error, "strerror", None) or error
+        raise FinetuneError(f"{one_line(run_dir, 120)}: output_dir cannot be used: {reason}; choose another") from None
+    if not is_new and not run_dir.is_dir():
+        raise FinetuneError(f"{run_dir}: output_dir is a file; choose another output_dir")
+    if not is_new and not (run_dir / STATE).exists():
+        names = [path.name for path in run_dir.iterdir()]
+        foreign = sorted(name for name in names if name != LOCK and not name.startswith(TEMPORARY_PREFIX))
+        if foreign:
+            named = ", ".join(foreign[:3] + ["..."] * (len(foreign) > 3))
+            raise FinetuneError(
+                f"{run_dir}: output_dir holds other files ({named}) and no run; choose another output_dir"
+            )
+    # Through a link a run would write into another folder, and from a pipe it would read forever.
+    for path in (run_dir / name for name in OWN_FILES):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
+            raise FinetuneError(f"{path}: is {kind}, not the run's own file; remove it, or choose another output_dir")
     locked = LockedFolder(run_dir, _lock(run_dir, wait_seconds), is_new)
     try:
         refuse_mount(run_dir)
@@ -242,106 +255,90 @@ def claim_run_folder(
     Raises FinetuneError, and unlocks the folder: its run has another identity; all its checkpoints are damaged.
     """
     run_dir, locked, notes = folder.run_dir, folder.lock, list[str]()
-    previous = read_state(run_dir)
-    if previous is not None and resume == "never":
-        place, number = run_dir.resolve(), 1  # of a link, the folder behind it: the new run goes there too
-        try:
-            while (renamed := place.with_name(f"{place.name}.previous-{number}")).exists():
-                number += 1
-            os.rename(place, renamed)
-            place.mkdir()
-        except OSError as error:  # a name that is too long with the suffix, another user's folder above
-            os.close(locked)
-            raise FinetuneError(
-                f"{run_dir}: resume is never, and this folder cannot be renamed to .previous-{number}: "
-                f"{error.strerror}; move it away yourself, or choose another output_dir"
-            ) from None
-        sync(place.parent)
-        notes.append(f"{run_dir}: resume is never: the run that was there is now {renamed}")
-        os.close(locked)  # the lock went with the renamed folder
-        locked, previous = _lock(run_dir), None
     try:
-        status, checkpoint, damaged = _start(run_dir, previous, identity, length)
+        previous = read_state(run_dir)
+        if previous is not None and resume == "never":
+            place, number = run_dir.resolve(), 1  # of a link, the folder behind it: the new run goes there too
+            try:
+                while (renamed := place.with_name(f"{place.name}.previous-{number}")).exists():
+                    number += 1
+                os.rename(place, renamed)
+                place.mkdir()
+            except OSError as error:  # a name that is too long with the suffix, another user's folder above
+                raise FinetuneError(
+                    f"{run_dir}: resume is never, and this folder cannot be renamed to .previous-{number}: "
+                    f"{error.strerror}; move it away yourself, or choose another output_dir"
+                ) from None
+            sync(place.parent)
+            notes.append(f"{run_dir}: resume is never: the run that was there is now {renamed}")
+            new_lock = _lock(run_dir)
+            os.close(locked)  # the lock went with the renamed folder
+            locked, previous = new_lock, None
+
+        # A finished run without its result continues from its last checkpoint and exports again.
+        has_result = any((run_dir / name).is_dir() for name in HANDED_OVER)
+        is_finished = previous is not None and previous["state"] == "finished" and has_result
+        checkpoint, warnings = newest_valid(run_dir)
+        if checkpoint is None and warnings:
+            problem = f"{run_dir}: none of its checkpoints is complete; {_START_OVER}"
+            raise FinetuneError("\n".join([*warnings, problem]))
+        status: Literal["fresh", "resumed", "finished"] = "fresh"
+        if previous is None or (checkpoint is None and not is_finished):
+            checkpoint, warnings = None, ()
+        else:
+            status = "finished" if is_finished else "resumed"
+            differing, earlier, moved = identity.compare(run_dir, previous)
+            warnings = (*warnings, *moved)
+            if is_finished and length is not None:
+                planned = length.as_before(earlier)
+                if length.steps > planned.steps:  # a finished run may get longer
+                    differing = [key for key in differing if key not in LENGTH_KEYS]
+                    if not differing:
+                        status = "resumed"
+                        checkpoint, line = go_on(run_dir, planned, length, checkpoint, int(previous["step"]))
+                        warnings = (*warnings, line)
+            if differing:
+                remedy = f"choose another output_dir, or start over: {_START_OVER}"
+                raise identity.other(run_dir, differing, earlier, remedy)
         if status == "finished":
             os.close(locked)
-            return Claim(status, checkpoint, (*notes, *damaged), None)
+            return Claim(status, checkpoint, (*notes, *warnings), None)
+
         step = 0
-        if checkpoint is not None:
-            step = checkpoint.step
-            notes.append(f"resumed from step {step} ({checkpoint.path})")
-            notes += lost_lines(run_dir, step)  # before cut_lines drops torn lines
         clear_leftovers(run_dir)
         clear_leftovers(run_dir / "checkpoints")
-        for name, offset in LINES.items():
-            if checkpoint is None:
-                (run_dir / name).unlink(missing_ok=True)  # from a run that ended before its first checkpoint
-            else:
-                cut_lines(run_dir / name, step - offset)
+        if checkpoint is None:
+            for name in LINES:  # from a run that ended before its first checkpoint
+                (run_dir / name).unlink(missing_ok=True)
+        else:
+            # A step's metrics are written before its checkpoint. The samples after the last step are written after its
+            # checkpoint, so a resumed run writes them again.
+            step = checkpoint.step
+            notes.append(f"resumed from step {step} ({checkpoint.path})")
+            metrics, torn = cut_lines(run_dir / "metrics.jsonl", step)
+            cut_lines(run_dir / "samples.jsonl", step - 1)
+            notes += lost_lines(run_dir, metrics, torn, step)
         _write_state(run_dir, "running", step, command, identity.values)
     except BaseException:
         os.close(locked)
         raise
-    return Claim(status, checkpoint, (*notes, *damaged), locked)
-
-
-def _start(
-    run_dir: Path, previous: Mapping[str, Any] | None, identity: RunIdentity, length: RunLength | None
-) -> tuple[Literal["fresh", "resumed", "finished"], Checkpoint | None, tuple[str, ...]]:
-    """The run's status, the checkpoint to start from, and notes about damaged checkpoints.
-
-    Raises FinetuneError if the run there is another one, or none of its checkpoints is complete.
-    """
-    checkpoint, damaged = newest_valid(run_dir)
-    # A finished run without its result continues from its last checkpoint and exports again.
-    has_result = any((run_dir / name).is_dir() for name in HANDED_OVER)
-    finished = previous is not None and previous["state"] == "finished" and has_result
-    if checkpoint is None and damaged:
-        raise FinetuneError("\n".join([*damaged, f"{run_dir}: none of its checkpoints is complete; {_START_OVER}"]))
-    if previous is None or (checkpoint is None and not finished):
-        return "fresh", None, ()
-    differing, earlier, notes = identity.compare(run_dir, previous)
-    damaged = (*damaged, *notes)
-    if finished and length is not None and differing and set(differing) <= set(LENGTH_KEYS):
-        longer = go_on(run_dir, previous, length, checkpoint)
-        if longer is not None:
-            set_aside(run_dir, longer[0].step, int(previous["step"]))
-            return "resumed", longer[0], (*damaged, longer[1])
-    if differing:
-        if finished and length is not None and length.steps > length.as_before(earlier).steps:
-            differing = [key for key in differing if key not in LENGTH_KEYS]  # a finished run may get longer
-        raise identity.other(run_dir, differing, earlier, f"choose another output_dir, or start over: {_START_OVER}")
-    return ("finished" if finished else "resumed"), checkpoint, damaged
+    return Claim(status, checkpoint, (*notes, *warnings), locked)
 
 
 _START_OVER = "training.resume=never starts over (this folder is renamed and kept)"
 
 
-def _refuse_foreign(run_dir: Path) -> None:
-    """Raise FinetuneError if output_dir cannot be a run's folder, or holds files but no run."""
-    try:
-        exists = run_dir.exists()
-    except (OSError, ValueError) as error:  # a name that is too long for any folder
-        reason = getattr(error, "strerror", None) or error
-        raise FinetuneError(f"{one_line(run_dir, 120)}: output_dir cannot be used: {reason}; choose another") from None
-    if exists and not run_dir.is_dir():
-        raise FinetuneError(f"{run_dir}: output_dir is a file; choose another output_dir")
-    if not exists or (run_dir / STATE).exists():
-        return
-    foreign = sorted(
-        path.name for path in run_dir.iterdir() if path.name != LOCK and not path.name.startswith(TEMPORARY_PREFIX)
-    )
-    if foreign:
-        names = ", ".join(foreign[:3])
-        if len(foreign) > 3:
-            names += ", ..."
-        raise FinetuneError(f"{run_dir}: output_dir holds other files ({names}) and no run; choose another output_dir")
-
-
 def _lock(run_dir: Path, wait_seconds: float = 10.0) -> int:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        if _of_another_user(run_dir) is not None:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if os.access(run_dir, os.X_OK | os.R_OK):
+            own = [*(run_dir / name for name in (*OWN_FILES, "checkpoints")), *run_dir.glob("checkpoints/*")]
+            for path in own:
+                if path.exists() and not os.access(path, os.W_OK) and (user := path.stat().st_uid) != os.getuid():
+                    raise FinetuneError(
+                        f"{run_dir}: {path.relative_to(run_dir)} cannot be written, it belongs to user {user}; give it "
+                        f"to this user: chown -R {os.getuid()} {shlex.quote(str(run_dir))}"
+                    )
         return lock(run_dir / LOCK, wait_seconds=wait_seconds)
     except BlockingIOError as error:
         remedy = "wait for it, stop it, or choose another output_dir"
@@ -351,9 +348,6 @@ def _lock(run_dir: Path, wait_seconds: float = 10.0) -> int:
         if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             problem = f"this file system has no locks ({error.strerror}), as a mounted bucket has none"
             remedy = "set output_dir to a local disk, and run.storage to the bucket's address"
-        if (other := _of_another_user(run_dir)) is not None:
-            problem = f"{other.relative_to(run_dir)} cannot be written, it belongs to user {other.stat().st_uid}"
-            remedy = f"give it to this user: chown -R {os.getuid()} {shlex.quote(str(run_dir))}"
         raise FinetuneError(f"{run_dir}: {problem}; {remedy}") from None
 
 
@@ -392,16 +386,6 @@ def refuse_mount(run_dir: Path) -> None:
     finally:
         with suppress(OSError):
             remove_folder(trial)
-
-
-def _of_another_user(run_dir: Path) -> Path | None:
-    """The first of the run's own files and folders that this user cannot write; None if there is none."""
-    if not os.access(run_dir, os.X_OK | os.R_OK):
-        return None
-    for path in (*(run_dir / name for name in (*OWN_FILES, "checkpoints")), *run_dir.glob("checkpoints/*")):
-        if path.exists() and not os.access(path, os.W_OK) and path.stat().st_uid != os.getuid():
-            return path
-    return None
 
 
 def mark_run(
@@ -487,10 +471,6 @@ class RunLength:
     def steps(self) -> int:
         return math.ceil(self.total_rows / self.training.global_batch_size)
 
-    @property
-    def last_step_is_short(self) -> bool:
-        return self.total_rows % self.training.global_batch_size != 0
-
     def as_before(self, identity: Mapping[str, Any]) -> RunLength:
         """This recipe with the length of the run in the folder."""
         before = {key.removeprefix("training."): identity.get(key) for key in LENGTH_KEYS}
@@ -498,23 +478,21 @@ class RunLength:
 
 
 def go_on(
-    run_dir: Path, previous: Mapping[str, Any], length: RunLength, newest: Checkpoint | None
-) -> tuple[Checkpoint, str] | None:
-    """The checkpoint from which the finished run continues, and a line for the user; None: the recipe is not longer.
+    run_dir: Path, planned: RunLength, length: RunLength, newest: Checkpoint | None, done: int
+) -> tuple[Checkpoint, str]:
+    """Prepare a finished run's folder for a longer run. Returns the checkpoint to start from, and a line for the user.
 
-    If the rows ended in a short last step, the longer run has more rows there. If there is a checkpoint before it, the
-    run continues from that one, and the last is deleted. Example with 10 rows and steps of 4 rows: step 3 had 2 rows.
-    A run over 20 rows has 4 there, so it continues from step 2.
+    The run's result moves to exports/, and later checkpoints are deleted. If the rows ended in a short last step, the
+    longer run has more rows there, and continues from the checkpoint before it, if there is one. Example with 10 rows
+    and steps of 4 rows: step 3 had 2 rows. A run over 20 rows has 4 there, so it continues from step 2.
 
     Args:
-        previous: The run's run_state.json.
+        planned: The length that the run finished with.
         newest: Its newest valid checkpoint.
+        done: The run's last step.
 
     Raises FinetuneError if early stopping ended the run, or no checkpoint is left.
     """
-    planned, done = length.as_before(previous["identity"]), int(previous["step"])
-    if length.steps <= planned.steps:  # the caller then refuses the changed keys
-        return None
     start_with = f"model.name_or_path={run_dir / 'model'}"
     if (run_dir / "adapter").is_dir():
         start_with = f"model.adapter={run_dir / 'adapter'}"
@@ -528,23 +506,18 @@ def go_on(
     if newest is None:
         raise FinetuneError(f"{run_dir}: this finished run has no checkpoint to go on from; {remedy}")
     start, note = newest, ""
-    if planned.last_step_is_short and newest.step == done:
-        start, note = _before_a_short_step(run_dir, planned, newest)
-    return start, f"{run_dir}: {_in_words(length, planned, start.step)}{note}"
-
-
-def _before_a_short_step(run_dir: Path, planned: RunLength, newest: Checkpoint) -> tuple[Checkpoint, str]:
-    """The newest valid checkpoint before a short last step, else the one after it; and a note about its rows."""
     batch = planned.training.global_batch_size
-    rows = planned.total_rows % batch
-    short = f"step {newest.step} had {rows} of {batch} rows"
-    for step in reversed(checkpoint_steps(run_dir)):
-        if step >= newest.step:
-            continue
-        earlier = examine(step_folder(run_dir, step))
-        if isinstance(earlier, Checkpoint):
-            return earlier, f"; {short} and is repeated with all of them"
-    return newest, f"; {short}, no checkpoint before it is left: {batch - rows} rows are skipped"
+    rows = planned.total_rows % batch  # in a short last step; 0: it was full
+    if rows and newest.step == done:
+        note = f"; step {done} had {rows} of {batch} rows"
+        earlier, _ = newest_valid(run_dir, before=done)
+        if earlier is None:
+            note += f", no checkpoint before it is left: {batch - rows} rows are skipped"
+        else:
+            start, note = earlier, f"{note} and is repeated with all of them"
+    line = f"{run_dir}: {_in_words(length, planned, start.step)}{note}"
+    _set_aside(run_dir, start.step, done)
+    return start, line
 
 
 def _in_words(length: RunLength, planned: RunLength, start: int) -> str:
@@ -562,7 +535,7 @@ def _in_words(length: RunLength, planned: RunLength, start: int) -> str:
     )
 
 
-def set_aside(run_dir: Path, start: int, done: int) -> None:
+def _set_aside(run_dir: Path, start: int, done: int) -> None:
     """Move the run's result after `done` steps to exports/, and delete checkpoints after step `start`."""
     folder = run_dir / EXPORTS / f"end-{done:08d}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -30,6 +30,7 @@ from finetune.wording import install_command
 
 MOST_SMALL_BYTES = 16 * 2**20  # of an entry or a lease: 1,024 ranks' files are 200 kB
 CONNECT_SECONDS, READ_SECONDS = 10, 300  # of one request to an object store
+ATTEMPTS, FIRST_WAIT_SECONDS = 3, 2.0  # of one operation
 CONFLICT_SECONDS, CONFLICTS = 1.0, 3  # S3 answers 409 while another request for the name is on its way
 NO_BUCKET = re.compile(r"(?i)bucket does not exist|NoSuchBucket")
 WHEN_REQUIRED = "set AWS_REQUEST_CHECKSUM_CALCULATION and AWS_RESPONSE_CHECKSUM_VALIDATION to when_required"
@@ -55,13 +56,13 @@ class Storage(Protocol):
         """The names at the top, of objects and folders; empty if nothing is there."""
 
     def read(self, path: str) -> bytes:
-        """A small object. Raises FileNotFoundError. `read_small` looks at its size first."""
+        """A small object. Raises FileNotFoundError. storage/journal.py looks at its size first."""
 
     def size(self, path: str) -> int:
         """An object's bytes. Raises FileNotFoundError."""
 
     def get(self, path: str, target: Path) -> None:
-        """Copy an object into a file. Raises FileNotFoundError. `fetch` looks at its size first."""
+        """Copy an object into a file. Raises FileNotFoundError. storage/restart.py looks at its size first."""
 
     def begin(self) -> None:
         """Forget puts and removals that wait, of a publication that failed."""
@@ -102,21 +103,6 @@ def open_storage(url: str, *, private: bool = True) -> Storage:
             f"{url}: this s3fs looks before it writes, so it keeps no two writers apart; pip install 's3fs>=2024.12'"
         )
     return storage
-
-
-def read_small(storage: Storage, path: str) -> bytes:
-    """An entry or a lease. Raises FileNotFoundError, and FinetuneError for an object that is too large to be one."""
-    if storage.size(path) > MOST_SMALL_BYTES:
-        raise FinetuneError(f"{storage.url}/{path}: is larger than a run's; name another place in run.storage")
-    return storage.read(path)
-
-
-def fetch(storage: Storage, path: str, target: Path, size: int) -> bool:
-    """Copy an object of `size` bytes into a file. False: it has another size; a larger one is not copied."""
-    if storage.size(path) != size:
-        return False
-    storage.get(path, target)
-    return target.stat().st_size == size
 
 
 class FolderStorage:
@@ -291,3 +277,16 @@ def explain(storage: Storage, error: BaseException) -> tuple[FinetuneError, bool
     if isinstance(error, NotImplementedError | TypeError):
         return FinetuneError(f"{url}: this kind of storage cannot do it ({reason}); use s3://, hf:// or file://"), False
     return EnvironmentMismatch(f"{url}: cannot be reached ({reason}); check the network and the address"), True
+
+
+def attempt(storage: Storage, work: Callable[[], Any], pause: Callable[[float], None] = time.sleep) -> Any:
+    """Call `work` until it succeeds, three times at most. Raises FinetuneError, one line."""
+    for number in range(1, ATTEMPTS + 1):
+        try:
+            return work()
+        except Exception as error:
+            line, may_pass = explain(storage, error)
+            if not may_pass or number == ATTEMPTS:
+                raise line from error
+            pause(FIRST_WAIT_SECONDS * number)
+    raise AssertionError

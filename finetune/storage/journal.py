@@ -33,14 +33,13 @@ from typing import Any
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.output_stream import one_line
-from finetune.storage.backends import WHEN_REQUIRED, Storage, explain, read_small
+from finetune.storage.backends import MOST_SMALL_BYTES, WHEN_REQUIRED, Storage, attempt
 
 RENEW_SECONDS = 10.0
 WATCH_SECONDS = 45.0  # a renewal may wait for a slow network; a start after a clean end does not watch
 SETTLE_SECONDS = 5.0  # without conditional writes: longest time between another start's list and its write
 KEPT_ENTRIES = 50  # an owner that slept for more looks at the newest entry too
 CLOSE_SECONDS = 10.0
-ATTEMPTS, FIRST_WAIT_SECONDS = 3, 2.0
 _ENTRY = re.compile(r"([0-9]{8})\.json")
 _LISTED = re.compile(r"[0-9]{8}|[0-9]{8}\.json|lease-[0-9]{8}\.json")
 _OTHER_PREFIX = "name another place in run.storage"
@@ -103,8 +102,15 @@ def _numbers(names: Iterable[str]) -> list[int]:
     return [int(match[1]) for name in names if (match := _ENTRY.fullmatch(name))]
 
 
+def _read_small(storage: Storage, path: str) -> bytes:
+    """An entry or a lease. Raises FileNotFoundError, and FinetuneError for an object that is too large to be one."""
+    if storage.size(path) > MOST_SMALL_BYTES:
+        raise FinetuneError(f"{storage.url}/{path}: is larger than a run's; {_OTHER_PREFIX}")
+    return storage.read(path)
+
+
 def _entry(storage: Storage, number: int) -> Entry:
-    content = read_small(storage, entry_name(number))
+    content = _read_small(storage, entry_name(number))
     try:
         value = json.loads(content)
         checkpoints = tuple(
@@ -137,19 +143,6 @@ def _entry(storage: Storage, number: int) -> Entry:
         place = f"{storage.url}/{entry_name(number)}"
         raise FinetuneError(f"{place}: is not what a run writes ({one_line(error, 80)}); {remedy}") from None
     return entry
-
-
-def attempt(storage: Storage, work: Callable[[], Any], pause: Callable[[float], None] = time.sleep) -> Any:
-    """Call `work` until it succeeds, three times at most. Raises FinetuneError, one line."""
-    for number in range(1, ATTEMPTS + 1):
-        try:
-            return work()
-        except Exception as error:
-            line, may_pass = explain(storage, error)
-            if not may_pass or number == ATTEMPTS:
-                raise line from error
-            pause(FIRST_WAIT_SECONDS * number)
-    raise AssertionError
 
 
 class Lease:
@@ -272,7 +265,7 @@ def _lease(counter: int, *, closed: bool) -> bytes:
 def read_lease(storage: Storage, entry: Entry) -> Mapping[str, Any]:
     """The owner's counter; empty if it wrote none."""
     try:
-        value = json.loads(read_small(storage, _lease_name(entry.owner)))
+        value = json.loads(_read_small(storage, _lease_name(entry.owner)))
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -280,7 +273,7 @@ def read_lease(storage: Storage, entry: Entry) -> Mapping[str, Any]:
 
 def take_lease(storage: Storage, before: Entry | None, say: Callable[[str], None]) -> Lease:
     """Own the run from the entry `before` on. Raises FinetuneError if its owner lives, or another start was first."""
-    if before is not None and storage.is_shared and not read_lease(storage, before).get("closed"):
+    if before is not None and storage.is_shared:
         _watch(storage, before, say)
     number = 1 if before is None else before.number + 1
     writer = f"process {os.getpid()} on {socket.gethostname()}" if storage.is_shared else ""
@@ -319,10 +312,13 @@ def is_conditional(lease: Lease) -> bool:
 
 
 def _watch(storage: Storage, entry: Entry, say: Callable[[str], None]) -> None:
-    """Raise FinetuneError if the entry's owner shows life within WATCH_SECONDS."""
+    """Raise FinetuneError if the entry's owner has not given the run back, and shows life within WATCH_SECONDS."""
+    lease, until = read_lease(storage, entry), time.monotonic() + WATCH_SECONDS
+    if lease.get("closed"):
+        return
+    counter = lease.get("counter")
     left = f"{storage.url}: {entry.by} did not say that it ended"
     say(f"{left}; watching for {WATCH_SECONDS:g} s whether it still writes")
-    counter, until = read_lease(storage, entry).get("counter"), time.monotonic() + WATCH_SECONDS
     while True:
         time.sleep(min(1.0, WATCH_SECONDS / 10))
         lease = read_lease(storage, entry)

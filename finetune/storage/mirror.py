@@ -25,7 +25,8 @@ from finetune.recipe.schema import Recipe
 from finetune.redaction import known_secrets
 from finetune.run_folder.checkpoint import step_folder
 from finetune.run_folder.facts import STATE, read_state
-from finetune.storage.journal import Lease, Saved, attempt
+from finetune.storage.backends import attempt
+from finetune.storage.journal import Lease, Saved
 
 MIRRORED_FILES = (
     *("metrics.jsonl", "samples.jsonl", "reference.json", "receipt.json", "recipe.yaml", "conversation.json"),

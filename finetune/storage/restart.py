@@ -27,21 +27,15 @@ from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of
 from finetune.run_folder.facts import STATE, read_state
 from finetune.run_folder.folder import RunIdentity
-from finetune.storage.backends import Storage, explain, fetch, open_storage
-from finetune.storage.journal import Entry, attempt, check_empty, is_conditional, newest_entry, take_lease
+from finetune.storage.backends import Storage, attempt, explain, open_storage
+from finetune.storage.journal import Entry, check_empty, is_conditional, newest_entry, take_lease
 from finetune.storage.mirror import MIRRORED_FILES, Mirror, with_own_paths
-
-
-def storage_in(recipe: Recipe) -> Storage | None:
-    """The recipe's storage; None: it names none. Raises FinetuneError."""
-    url = recipe.storage
-    return None if url is None else open_storage(url, private=recipe.hub.private)
 
 
 def check_storage(recipe: Recipe) -> None:
     """Raise FinetuneError, one line, if the recipe's storage cannot be read now, or is no run's. Every rank may ask."""
-    storage = storage_in(recipe)
-    assert storage is not None
+    assert recipe.storage is not None
+    storage = open_storage(recipe.storage, private=recipe.hub.private)
     try:
         if isinstance(storage, HubBranch | HubBucket):
             attempt(storage, storage.check)
@@ -68,6 +62,14 @@ def _fetched_records(url: str, private: bool) -> Path:
     return folder
 
 
+def _fetch(storage: Storage, path: str, target: Path, size: int) -> bool:
+    """Copy an object of `size` bytes into a file. False: it has another size; a larger one is not copied."""
+    if storage.size(path) != size:
+        return False
+    storage.get(path, target)
+    return target.stat().st_size == size
+
+
 def fetch_records(
     storage: Storage, entry: Entry | None, folder: Path, names: Collection[str] = (*MIRRORED_FILES, STATE)
 ) -> None:
@@ -76,23 +78,22 @@ def fetch_records(
         if entry is None or name not in entry.records:
             continue
         temporary = folder / f"{TEMPORARY_PREFIX}{name}"
-        if not fetch(storage, f"{entry.records_folder}/{name}", temporary, entry.records[name]):
+        if not _fetch(storage, f"{entry.records_folder}/{name}", temporary, entry.records[name]):
             raise FinetuneError(f"{storage.url}/{entry.records_folder}/{name}: has another size than was written")
         os.replace(temporary, folder / name)
 
 
-def take_over(recipe: Recipe, launch: Launch, identity: RunIdentity, say: Callable[[str], None]) -> Mirror | None:
-    """Own the run on the storage, and bring its newest checkpoint into the run folder if that has none as new.
+def take_over(recipe: Recipe, launch: Launch, identity: RunIdentity, say: Callable[[str], None]) -> Mirror:
+    """Own the run on the recipe's storage, and bring its newest checkpoint into the run folder if that has none as new.
 
-    Returns the mirror; None if the recipe names no storage. Only rank 0 calls it, with the run folder locked.
+    Only rank 0 calls it, with the run folder locked.
 
     Raises FinetuneError: another run, or another process's, is there; a damaged one; the storage cannot be used.
     """
-    storage = storage_in(recipe)
-    if storage is None:
-        return None
+    assert recipe.storage is not None
+    storage = open_storage(recipe.storage, private=recipe.hub.private)
     entry = attempt(storage, lambda: newest_entry(storage))
-    run_dir, previous = Path(recipe.run_dir), None
+    run_dir, previous, local = Path(recipe.run_dir), None, None
     if entry is not None and entry.checkpoints:
         if recipe.training.resume == "never":
             raise FinetuneError(
@@ -103,46 +104,39 @@ def take_over(recipe: Recipe, launch: Launch, identity: RunIdentity, say: Callab
             with tempfile.TemporaryDirectory() as folder:
                 attempt(storage, lambda: fetch_records(storage, entry, Path(folder), [STATE]))
                 previous = read_state(Path(folder), f"of {storage.url}; name another place in run.storage")
-        if previous is not None:
-            # This start's own paths where they are the same.
-            previous |= {"identity": with_own_paths(previous["identity"], identity.values)}
-            remedy = f"or name another place in {recipe.storage_key}"
-            identity.refuse_other(storage.url, previous, remedy)
-            local = read_state(run_dir)
-            if local is not None and local["state"] != "finished":
-                identity.refuse_other(run_dir, local, "or choose another output_dir")
+    if previous is not None:
+        # This start's own paths where they are the same.
+        previous |= {"identity": with_own_paths(previous["identity"], identity.values)}
+        identity.refuse_other(storage.url, previous, f"or name another place in {recipe.storage_key}")
+        local = read_state(run_dir)
+        if local is not None and local["state"] != "finished":
+            identity.refuse_other(run_dir, local, "or choose another output_dir")
     try:
         lease = take_lease(storage, entry, say)
+        try:
+            if storage.is_shared and not attempt(storage, lambda: is_conditional(lease)):
+                line = f"{storage.url}: has no conditional writes, so it keeps no two writers apart"
+                if launch.nodes > 1:
+                    raise FinetuneError(f"{line}; several machines need another storage, or a run folder that all see")
+                say(f"{line}; start this run once at a time")
+            if previous is not None and (local is None or local["state"] != "finished"):
+                _bring(storage, lease.entry, recipe, previous, say)
+        except BaseException:
+            lease.close()
+            raise
     except Exception as error:
         raise explain(storage, error)[0] from error
-    try:
-        if storage.is_shared and not attempt(storage, lambda: is_conditional(lease)):
-            line = f"{storage.url}: has no conditional writes, so it keeps no two writers apart"
-            if launch.nodes > 1:
-                raise FinetuneError(f"{line}; several machines need another storage, or a run folder that all see")
-            say(f"{line}; start this run once at a time")
-        if previous is not None:
-            _bring(storage, lease.entry, run_dir, previous, recipe.training.exports_best, say)
-    except BaseException as error:
-        lease.close()
-        if isinstance(error, Exception):
-            raise explain(storage, error)[0] from error
-        raise
     return Mirror(recipe, lease)
 
 
 def _bring(
-    storage: Storage,
-    entry: Entry,
-    run_dir: Path,
-    state: Mapping[str, Any],
-    exports_best: bool,
-    say: Callable[[str], None],
+    storage: Storage, entry: Entry, recipe: Recipe, state: Mapping[str, Any], say: Callable[[str], None]
 ) -> None:
     """Fetch the newest complete checkpoint, the best one and the records, unless the folder's own are as new."""
-    stored = {saved.step: saved for saved in entry.checkpoints}
-    here = max(checkpoint_steps(run_dir), default=0)
-    if here >= max(stored) or ((run_dir / STATE).exists() and read_state(run_dir)["state"] == "finished"):  # type: ignore[index]
+    run_dir, stored = Path(recipe.run_dir), {saved.step: saved for saved in entry.checkpoints}
+    local_steps = checkpoint_steps(run_dir)
+    here = max(local_steps, default=0)
+    if here >= max(stored):
         return
     staging = run_dir / f"{TEMPORARY_PREFIX}storage"
     damaged: list[str] = []
@@ -154,7 +148,7 @@ def _bring(
         problem: Checkpoint | str
         try:
             places = [(saved.path(name), folder / name, size) for name, size in saved.files.items()]
-            fits = all(attempt(storage, functools.partial(fetch, storage, *place)) for place in places)
+            fits = all(attempt(storage, functools.partial(_fetch, storage, *place)) for place in places)
             problem = examine(folder) if fits else "a file has another size than was written"
         except FinetuneError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
@@ -173,15 +167,15 @@ def _bring(
             raise FinetuneError("\n".join([*damaged, f"{storage.url}: none of its checkpoints is complete; delete it"]))
         if newest is None:
             return
-        best = read_state_of(newest).get("best_step") if exports_best else None
+        best = read_state_of(newest).get("best_step") if recipe.training.exports_best else None
         steps = [newest.step]
-        if best in stored and best != newest.step and best not in checkpoint_steps(run_dir) and fetch_step(best):
+        if best in stored and best != newest.step and best not in local_steps and fetch_step(best):
             steps.append(best)
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         for step in steps:
             name = f"step-{step:08d}"
             publish_folder(staging / name, run_dir / "checkpoints" / name)
-        fetch_records(storage, entry, staging)
+        fetch_records(storage, entry, staging, MIRRORED_FILES)
         (staging / STATE).write_text(json.dumps(state), "utf-8")
         for path in sorted(staging.iterdir(), key=lambda path: path.name == STATE):
             os.replace(path, run_dir / path.name)

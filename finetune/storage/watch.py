@@ -11,8 +11,8 @@ from finetune.output_stream import one_line
 from finetune.recipe.storage_address import storage_address, storage_problem
 from finetune.run_folder.facts import STATE
 from finetune.run_folder.status import Mirrored, RunStatus, read_status
-from finetune.storage.backends import Storage, open_storage
-from finetune.storage.journal import attempt, newest_entry, read_lease
+from finetune.storage.backends import Storage, attempt, open_storage
+from finetune.storage.journal import newest_entry, read_lease
 from finetune.storage.restart import fetch_records
 
 

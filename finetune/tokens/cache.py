@@ -102,8 +102,8 @@ def content_key(parts: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def documents_key(source: Source, data: Data, encoder: Encoder, version: int = VERSION) -> str:
-    """A tokenised data set's address."""
+def documents_keys(source: Source, data: Data, encoder: Encoder) -> dict[int, str]:
+    """A tokenised data set's address in this VERSION, and in each earlier one. Reads the data's files once."""
     settings = data.model_dump(include={"max_length", "train_on", "truncation", "date_string"})
     reading = source.entry.model_dump(include={"format", "columns", "roles", "chat_template_kwargs"})
     # A new key changes the address only if it is used, so that older caches stay valid.
@@ -111,19 +111,21 @@ def documents_key(source: Source, data: Data, encoder: Encoder, version: int = V
         include={"template", "drop", "delimiter", "encoding", "labels", "sheet"}, exclude_defaults=True
     )
     identity = encoder.identity()
-    if version in EARLIER_VERSIONS:
-        identity.pop("ends", None)
-    parts = {"version": version, "source": source.key(), "reading": reading, "encoder": identity}
-    return content_key(parts | settings)
+    without_ends = {name: digest for name, digest in identity.items() if name != "ends"}
+    parts = {"source": source.key(), "reading": reading, **settings}
+    keys = {VERSION: content_key({"version": VERSION, "encoder": identity, **parts})}
+    for version in EARLIER_VERSIONS:
+        keys[version] = content_key({"version": version, "encoder": without_ends, **parts})
+    return keys
 
 
-def stored_documents(source: Source, data: Data, encoder: Encoder) -> tuple[str, StoredDocuments]:
-    """A data set's (address, documents), tokenised now if the cache lacks them.
+def stored_documents(source: Source, data: Data, encoder: Encoder) -> tuple[dict[int, str], StoredDocuments]:
+    """A data set's (`documents_keys`, documents), tokenised now if the cache lacks them.
 
     Raises DataError, and EnvironmentMismatch if the cache cannot be written.
     """
-    key = documents_key(source, data, encoder)
-    folder = cache_folder() / "tokens" / key
+    keys = documents_keys(source, data, encoder)
+    folder = cache_folder() / "tokens" / keys[VERSION]
     names = tuple(str(file) for file in source.files) or (source.entry.path,)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +135,7 @@ def stored_documents(source: Source, data: Data, encoder: Encoder) -> tuple[str,
                 _build(folder, source, data, encoder)
                 documents = _open(folder, names)
                 assert documents is not None, f"{folder} does not read back"
-            return key, documents
+            return keys, documents
     except OSError as error:
         raise EnvironmentMismatch(
             f"{folder.parent}: {error.strerror or error}; set FINETUNE_CACHE to a folder with room that can be written"

@@ -19,9 +19,9 @@ from finetune.recipe.schema import DataSet, EvalFraction, Recipe
 from finetune.tokens.cache import (
     EARLIER_VERSIONS,
     ONE_ANSWER,
+    VERSION,
     StoredDocuments,
     content_key,
-    documents_key,
     nothing_left,
     stored_documents,
 )
@@ -137,20 +137,17 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     data, seed = recipe.data, recipe.training.seed
     encoder = Encoder(tokenizer, data, recipe.model)
     entries = data.sets
-    keys: list[str] = []
-    earlier_keys: dict[int, list[str]] = {version: [] for version in EARLIER_VERSIONS}
+    addresses: list[dict[int, str]] = []  # each data set's, by the cache's version
     stores: list[StoredDocuments] = []
     mistakes = Mistakes()
     for entry in entries:
         try:
             source = resolve(entry)
-            key, store = stored_documents(source, data, encoder)
+            keys, store = stored_documents(source, data, encoder)
         except DataError as error:
             mistakes.take(error)
             continue
-        keys.append(key)
-        for version, earlier in earlier_keys.items():
-            earlier.append(documents_key(source, data, encoder, version))
+        addresses.append(keys)
         stores.append(store)
     mistakes.raise_if_any()
 
@@ -199,12 +196,16 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     eval_key = data.eval.fraction if isinstance(data.eval, EvalFraction) else None
     chosen = [seed, data.packing, data.max_length, eval_key, [entry.weight for entry in entries]]
     settings = {"settings": chosen, "training sets": len(data.train)}
+    fingerprint, *earlier_fingerprints = (
+        content_key({"documents": [keys[version] for keys in addresses], **settings})
+        for version in (VERSION, *EARLIER_VERSIONS)
+    )
     return Prepared(
         train=train,
         eval=held_out,
         eval_sets=eval_sets,
-        fingerprint=content_key({"documents": keys, **settings}),
-        earlier_fingerprints=tuple(content_key({"documents": key, **settings}) for key in earlier_keys.values()),
+        fingerprint=fingerprint,
+        earlier_fingerprints=tuple(earlier_fingerprints),
         facts=facts,
         prompts=_sample_prompts(recipe, encoder, pool, split, conversation.opening()),
         conversation=conversation,

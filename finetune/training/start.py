@@ -284,22 +284,22 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
     # The recipe as the user wrote it: `auto` stays, and so does a branch's name.
     loaded, adapter = choices.checked.loaded, choices.adapter
     recipe = loaded.recipe
-    values = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint, BASE: dict(choices.base)}
+    inputs: dict[str, Any] = {"data fingerprint": prepared.fingerprint, BASE: dict(choices.base)}
     if adapter is not None:
-        values |= {"adapter fingerprint": adapter.sha256}
+        inputs |= {"adapter fingerprint": adapter.sha256}
     if recipe.lora is not None and has_experts(choices.config):
         # Settings of a mixture that mean something else than in earlier releases, whose runs have none of these words.
         # There 4 bits left routed experts in 16, and all-linear gave them adapters.
         packed = recipe.quantization is not None and recipe.quantization.load_in_4bit
         by_name = recipe.lora.target_modules == "all-linear" and recipe.lora.target_parameters is None
         if experts := ["in 4 bits"] * packed + ["without adapters"] * by_name:
-            values["experts"] = ", ".join(experts)
+            inputs["experts"] = ", ".join(experts)
     # The data's fingerprint as earlier releases computed it, if the run's receipt has the same figures.
     also, before = {}, choices.data_before
     figures = ("documents", "tokens", "supervised_tokens", "rows", "eval_tokens", "largest_token_id")
     if isinstance(before, dict) and all(before.get(figure) == prepared.facts.get(figure) for figure in figures):
         also = {"data fingerprint": prepared.earlier_fingerprints}
-    identity = RunIdentity(values, keys_at_default(recipe), also)
+    identity = RunIdentity(curve_identity(recipe) | inputs, keys_at_default(recipe), also)
     launch, mirror = choices.checked.launch, None
     folder = lock_run_folder(Path(recipe.run_dir))
     if recipe.storage is not None:
@@ -323,12 +323,13 @@ def _claim(choices: Choices, prepared: dataset.Prepared) -> tuple[Claim, Mirror 
             mirror.give_back()
         raise
     _note(launch, *claim.notes)
-    if mirror is not None and claim.status == "finished":
-        mirror.give_back()
-    elif mirror is not None and claim.checkpoint is not None:
-        best = read_state_of(claim.checkpoint).get("best_step") if recipe.training.exports_best else None
-        mirror.push_missing(claim.checkpoint.step, best)
-    if claim.status != "finished":
+    if claim.status == "finished":
+        if mirror is not None:
+            mirror.give_back()
+    else:
+        if mirror is not None and claim.checkpoint is not None:
+            best = read_state_of(claim.checkpoint).get("best_step") if recipe.training.exports_best else None
+            mirror.push_missing(claim.checkpoint.step, best)
         write_text(folder.run_dir / "recipe.yaml", resolved_yaml(loaded))
         write_json(folder.run_dir / "environment.json", environment())
         write_json(folder.run_dir / CONVERSATION, prepared.conversation.as_json())

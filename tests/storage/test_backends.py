@@ -91,7 +91,7 @@ class Answering(OfItsOwn):
 def at_s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     monkeypatch.setattr(fsspec, "filesystem", lambda scheme, **options: Answering())
     monkeypatch.setattr(backends, "CONFLICT_SECONDS", 0.0)
-    monkeypatch.setattr(journal, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(backends, "FIRST_WAIT_SECONDS", 0.0)
     yield f"s3://bucket/{tmp_path.name}"
     Answering.answers, MemoryFileSystem.store, MemoryFileSystem.pseudo_dirs = [], {}, [""]
 

@@ -28,8 +28,8 @@ from finetune.launch.launcher import Launch
 from finetune.recipe.loader import load_recipe
 from finetune.run_folder.folder import RunIdentity
 from finetune.storage import journal, restart
-from finetune.storage.backends import explain, open_storage
-from finetune.storage.journal import Lease, Saved, attempt, is_conditional, newest_entry, take_lease
+from finetune.storage.backends import attempt, explain, open_storage
+from finetune.storage.journal import Lease, Saved, is_conditional, newest_entry, take_lease
 from tests.support.hub import Hub, running_hub, server
 from tests.support.hub.server import TOKEN
 from tests.support.models.tiny import write_chats

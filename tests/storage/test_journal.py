@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from finetune.errors import FinetuneError
-from finetune.storage import journal
+from finetune.storage import backends, journal
 from finetune.storage.backends import ObjectStorage, Storage
 from finetune.storage.journal import Entry, Lease, Saved, newest_entry, take_lease
 from tests.support.runs.faulty_storage import FaultyStorage
@@ -379,7 +379,7 @@ def test_an_object_stores_fault_is_one_line_with_its_remedy(error: Exception, li
 
 
 def check_fault(storage: Storage, error: Exception, line: str, remedy: str) -> None:
-    found, may_pass = journal.explain(storage, error)
+    found, may_pass = backends.explain(storage, error)
     assert str(found).startswith(f"{storage.url}: {line}")
     assert re.search(f"; [^;]*({remedy})", str(found)), str(found)
     assert "\n" not in str(found)
@@ -425,10 +425,10 @@ def test_credentials_that_expired_are_read_again(token: str, monkeypatch: pytest
     for newer in ("2", token):
         monkeypatch.setattr(Renewed, "token", newer)
         if newer == "3":
-            journal.attempt(storage, lambda: storage.put("a", Path(__file__)))
+            backends.attempt(storage, lambda: storage.put("a", Path(__file__)))
             return
         with pytest.raises(FinetuneError, match=r"the credentials have expired .*; renew them"):
-            journal.attempt(storage, lambda: storage.put("a", Path(__file__)))
+            backends.attempt(storage, lambda: storage.put("a", Path(__file__)))
 
 
 @pytest.mark.parametrize("kept", [b"5\r\n%s\r\n0\r\nx-amz-checksum-crc32:6da4RA==\r\n\r\n", b"nothing at all"])
@@ -462,7 +462,7 @@ def test_a_start_outlives_a_dropped_connection(
 ) -> None:
     """Before the write, or after it, so that only the answer is lost."""
     storage, calls = FaultyStorage(url), list[str]()
-    monkeypatch.setattr(journal, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(backends, "FIRST_WAIT_SECONDS", 0.0)
 
     def drop_once(operation: str, path: str) -> None:
         calls.append(f"{operation} {path}")

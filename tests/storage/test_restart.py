@@ -118,7 +118,7 @@ def test_the_best_step_before_the_loss_is_exported_after_it(
 ) -> None:
     """With one checkpoint kept, the best evaluation's own one is not the newest."""
     words = [str(recipe), "save_total_limit=1", "training.load_best_model_at_end=true", "eval_steps=1"]
-    words += ["training.learning_rate=0.5"]
+    words += ["training.learning_rate=10"]
     assert main([*words, f"output_dir={tmp_path}/whole", "run.storage=null"]) == 0
     best = json.loads((tmp_path / "whole" / "run_state.json").read_text())["exported"]["step"]
     assert best < 3, "else this test says nothing"

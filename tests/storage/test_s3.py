@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import FinetuneError
-from finetune.storage.backends import ObjectStorage, open_storage
-from finetune.storage.journal import Saved, attempt, explain, is_conditional, newest_entry, take_lease
+from finetune.storage.backends import ObjectStorage, attempt, explain, open_storage
+from finetune.storage.journal import Saved, is_conditional, newest_entry, take_lease
 
 pytest.importorskip("s3fs", reason="pip install -e '.[storage]'")
 moto_server = pytest.importorskip("moto.server", reason="pip install -e '.[test]'")

@@ -18,7 +18,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.files import cache_folder
 from finetune.recipe.schema import Data
 from finetune.tokens import cache
-from finetune.tokens.cache import ArrayWriter, StoredDocuments, read_array, stored_documents
+from finetune.tokens.cache import VERSION, ArrayWriter, StoredDocuments, read_array, stored_documents
 from finetune.tokens.encoder import IGNORE, Encoder
 from tests.support.models.chat_families import LLAMA3, tokenizer_of
 from tests.support.rows.masks import encoded
@@ -54,7 +54,8 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def store(file: Path, family: str = "llama3", **settings: Any) -> tuple[str, StoredDocuments]:
     entry = {"path": "json", "data_files": str(file)} | settings.pop("entry", {})
     data = Data.model_validate({"train": [entry], "max_length": 256, **settings})
-    return stored_documents(resolve(data.train[0]), data, Encoder(tokenizer_of(family), data))
+    keys, stored = stored_documents(resolve(data.train[0]), data, Encoder(tokenizer_of(family), data))
+    return keys[VERSION], stored
 
 
 def test_what_is_stored_is_what_was_encoded(rows: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import Recipe
-from finetune.tokens.cache import documents_key, stored_documents
+from finetune.tokens.cache import VERSION, documents_keys, stored_documents
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import IGNORE, Encoder
 from tests.support.models.thinking_families import thinking_tokenizer
@@ -115,7 +115,8 @@ def test_the_setting_is_part_of_the_address(tmp_path: Path) -> None:
     keys = set()
     for train_on in ("each_turn", "completion"):
         data = recipe_of(file, train_on=train_on).data
-        keys.add(documents_key(resolve(data.train[0]), data, Encoder(thinking_tokenizer("qwen3"), data)))
+        encoder = Encoder(thinking_tokenizer("qwen3"), data)
+        keys.add(documents_keys(resolve(data.train[0]), data, encoder)[VERSION])
     assert len(keys) == 2
 
 
