@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from finetune.answers.by_ranks import Computing, batching_of, computing_ranks, models_by_ranks
-from finetune.answers.endpoint import Endpoint, KeptAnswers, endpoint_answers, server_notes
+from finetune.answers.endpoint import KeptAnswers, server_notes
 from finetune.answers.lm_eval_tasks import task_figures
 from finetune.answers.options import OptionScores, given_options
 from finetune.answers.own_scorer import OwnScorer
@@ -40,7 +40,6 @@ from finetune.finished_run import (
     answer_with_fewer_kernels,
     finished_run,
     fitting,
-    load_run_tokenizer,
     recipe_of_run,
 )
 from finetune.generation.generate import Answer
@@ -63,7 +62,7 @@ from finetune.scoring.general import general_rows, general_scores
 from finetune.scoring.metrics import Metric, Scored
 from finetune.strategies.assemble import Assembled
 from finetune.tokens.dataset import Prepared, prepare
-from finetune.tokens.encoder import Encoder, RowError
+from finetune.tokens.encoder import RowError
 from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import evaluate
 from finetune.training.objectives import objective_of
@@ -145,7 +144,7 @@ def measure(
     kept = None  # a server's answers, until they are scored
     if request.endpoint is not None and questions:
         kept = KeptAnswers(run.folder / EVAL_KEPT, request.endpoint)
-        answers = _server_answers(run, questions, request.endpoint, kept, say, show)
+        answers = _server_answers(run, questions, kept, say, show)
         result: dict[str, Any] = {
             "endpoint": {"model": request.endpoint.model, "base_model": request.endpoint.base_model}
         }
@@ -197,24 +196,23 @@ def _model_answers(
 
 
 def _server_answers(
-    run: FinishedRun, questions: Sequence[Any], endpoint: Endpoint, kept: KeptAnswers, say: _Say, show: _Say
+    run: FinishedRun, questions: Sequence[Any], kept: KeptAnswers, say: _Say, show: _Say
 ) -> dict[str, dict[str, Any]]:
     """As `_model_answers`, by a server. Only the tokenizer is loaded, which finds the rows."""
-    encoder = Encoder(load_run_tokenizer(run), run.recipe.data, run.recipe.model)
     say("held-out loss: not measured; a server gives no loss: finetune eval without --endpoint measures it")
-    if endpoint.base_model is None:
+    if kept.endpoint.base_model is None:
         say("base: not asked, so there are no differences; name it with --base-model")
     answers: dict[str, dict[str, Any]] = {question.key: {"base": None} for question in questions}
     for question in questions:
         scored_set = question.scored_set
         rows = zip(scored_set.items, scored_set.contents, strict=True)
-        requests = [(item.place, conversation(content, encoder)) for item, content in rows]
-        for name, model in endpoint.models().items():
+        requests = [(item.place, conversation(content, run.encoder)) for item, content in rows]
+        for name, model in kept.endpoint.models().items():
 
             def show_model(text: str, name: str = name, rows: str = scored_set.name) -> None:
                 show(f"{name} model, {rows}: {text}")
 
-            replies = endpoint_answers(endpoint, model, requests, scored_set.max_new_tokens, show_model, kept)
+            replies = kept.answers(model, requests, scored_set.max_new_tokens, show_model)
             for stop in run.conversation.stops:
                 if count := sum(reply.text.endswith(stop) for reply in replies):
                     say(
@@ -232,9 +230,7 @@ def _questions(
 ) -> list[Question]:
     """The questions of this request, in the order of eval.json. Raises FinetuneError for one that cannot be asked."""
     recipe, questions, measured = run.recipe, list[Question](), list[str]()
-    tokenizer = load_run_tokenizer(run)
-    encoder = Encoder(tokenizer, recipe.data, recipe.model)
-    batching = batching_of(run, computing)
+    encoder, batching = run.encoder, batching_of(run, computing)
     if request.endpoint is None and recipe.preferences is None and prepared is not None and prepared.eval is not None:
         questions.append(HeldOutLoss(run, computing, prepared))
     if request.generate:
@@ -249,11 +245,11 @@ def _questions(
                 max_new_tokens=request.max_new_tokens,
                 contents=True,
             )
-            options = given_options(run, computing, encoder, scored_set, say) if request.endpoint is None else None
+            options = given_options(run, computing, scored_set, say) if request.endpoint is None else None
             if options is not None:
                 questions.append(options)
                 measured.append(options.key)
-            questions.append(Scores("scores", tokenizer, batching, scored_set, say))
+            questions.append(Scores("scores", run.tokenizer, batching, scored_set, say))
             measured += [metric.name for metric in scored_set.metrics]
         except FinetuneError as error:
             # Texts without answers have a loss, and nothing to generate. Only a wish for scores makes that a mistake.
@@ -278,7 +274,7 @@ def _questions(
             chat = Chat(turns, None, [False, True], recipe.data.chat_template_kwargs)
             contents.append(chat if encoder.has_template else Passage(row.prompt, ""))
         general = ScoredSet("general questions", prompts, items, [], GENERAL_TOKENS, [], contents)
-        questions.append(Scores("general", tokenizer, batching, general, say))
+        questions.append(Scores("general", run.tokenizer, batching, general, say))
         measured.append("general")
     if unknown := [name for name in request.fail_under if name not in measured]:
         names = ", ".join(measured) or "none"

@@ -29,7 +29,7 @@ from finetune.scoring.intervals import interval
 from finetune.scoring.metrics import options_among
 from finetune.strategies.assemble import Assembled
 from finetune.tokens.batches import prefetch
-from finetune.tokens.encoder import IGNORE, Encoder, RowError
+from finetune.tokens.encoder import IGNORE, RowError
 from finetune.tokens.packing import pack
 from finetune.training.batch_plan import plan_batches
 from finetune.training.objectives.answers import IdsAndLabels, answer_batches, model_inputs
@@ -145,7 +145,6 @@ def probability_figures(shares: np.ndarray, right: np.ndarray) -> dict[str, Any]
 def given_options(
     run: FinishedRun,
     computing: Computing,
-    encoder: Encoder,
     scored_set: ScoredSet,
     say: Callable[[str], None],
 ) -> OptionScores | None:
@@ -164,7 +163,7 @@ def given_options(
         options = options_among(Counter(answers))
         if not options:
             return None
-    encoded: list[IdsAndLabels] = []
+    encoder, encoded = run.encoder, list[IdsAndLabels]()
     for content in scored_set.contents:
         # The row with each option in the place of its answer. Only the option and the end of its turn are supervised.
         if isinstance(content, Passage):

@@ -360,7 +360,6 @@ def sample(
         entry, base = None, reads.loaded.recipe.model.name_or_path
         if reads.kind == "model" or columns is not None:  # as the recipe that `init` writes would read them
             entry = new_recipe.propose(str(data), columns=columns, model=base, output=folder / "prompts.yaml").entry
-        metrics = chosen_metrics([] if metric is None else [metric])
         request = SampleRequest(
             data=data,
             entry=entry,
@@ -372,7 +371,7 @@ def sample(
             seed=seed,
             max_new_tokens=max_new_tokens,
             limit=limit,
-            metric=next(iter(metrics), None),
+            metrics=chosen_metrics([] if metric is None else [metric]),
             scorer=scorer,
             scorer_seconds=scorer_seconds,
             endpoint=_server(endpoint, model, None, run) if endpoint is not None else None,

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import cache_folder, check_output, making, sync
-from finetune.finished_run import FinishedRun, finished_run, load_run_tokenizer
+from finetune.finished_run import FinishedRun, finished_run
 from finetune.hand_over import gguf_script
 from finetune.hand_over.merge import whole_model
 from finetune.hand_over.ollama import PromptText, end_tokens_of, go_template, write_modelfile
@@ -62,10 +62,9 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     if folder.is_symlink():
         raise FinetuneError(f"{folder}: is a link, through which nothing is written; remove it")
     check_output(folder, "--gguf", folder=True)
-    python, tokenizer = converter(), load_run_tokenizer(run)
-    encoder = Encoder(tokenizer, run.recipe.data, run.recipe.model)
+    python, tokenizer = converter(), run.tokenizer
     # Without `--reasoning off`, llama-server sets enable_thinking: true.
-    options = ["--reasoning", "off"] if "enable_thinking" in encoder.variables_for_server() else []
+    options = ["--reasoning", "off"] if "enable_thinking" in run.encoder.variables_for_server() else []
     if run.conversation.tools:
         options.append("--jinja")
     if (scaling := run.recipe.model.rope_scaling) is not None and scaling["rope_type"] in ("linear", "yarn"):
@@ -106,7 +105,7 @@ def hand_over_gguf(run_dir: Path, engine: Engine, say: Say) -> dict[str, Any]:
     """
     if engine == "ollama":
         run = finished_run(run_dir)
-        go_template(run, load_run_tokenizer(run))
+        go_template(run, run.tokenizer)
     facts = write_gguf(run_dir, "q8_0", say)
     file, command = facts["modelfile"] if engine == "ollama" else facts["file"], facts["commands"][engine]
     return {"folder": str(run_dir / "gguf"), "file": file, "command": command, "notes": facts["notes"]}

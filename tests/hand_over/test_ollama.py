@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from finetune.errors import FinetuneError
 from finetune.finished_run import finished_run as open_finished
-from finetune.finished_run import load_run_tokenizer
 from finetune.hand_over.ollama import Joints, PromptText, dialogues, find_joints, go_template, modelfile
 from finetune.recipe.schema import Data
 from tests.support.models.chat_families import CHATML_TOKENS, FAMILIES, QWEN3, byte_level_tokenizer, tokenizer_of
@@ -180,7 +179,7 @@ def test_go_prints_what_the_joints_say(tmp_path: Path) -> None:
 def test_the_modelfile(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base")
     run = open_finished(finished_run(tmp_path / "made", base, data={"max_length": 1024}))
-    tokenizer = load_run_tokenizer(run)
+    tokenizer = run.tokenizer
     settings: dict[str, Any] = {"eos_token_id": [0, 2]}
     (base / "generation_config.json").unlink()
     template, notes = go_template(run, tokenizer)
@@ -218,14 +217,14 @@ def test_the_modelfile(tmp_path: Path) -> None:
 
 def test_a_run_without_a_chat_template_gets_the_bare_prompt(tmp_path: Path) -> None:
     run = open_finished(finished_run(tmp_path / "made", save_tiny(tmp_path / "base")))
-    tokenizer = load_run_tokenizer(run)
+    tokenizer = run.tokenizer
     tokenizer.chat_template = None
     assert go_template(run, tokenizer) == ("{{ .Prompt }}", [])
 
 
 def test_a_template_beyond_go_is_refused_with_the_engine_that_runs_it(tmp_path: Path) -> None:
     run = open_finished(finished_run(tmp_path / "made", save_tiny(tmp_path / "base")))
-    tokenizer = load_run_tokenizer(run)
+    tokenizer = run.tokenizer
     tokenizer.chat_template = NUMBERED
     with pytest.raises(FinetuneError, match=r"longer chat; serve the GGUF with llama-server") as refused:
         go_template(run, tokenizer)
@@ -237,4 +236,4 @@ def test_generation_settings_that_cannot_be_read(tmp_path: Path) -> None:
     run = open_finished(finished_run(tmp_path / "made", base))
     (base / "generation_config.json").write_text("{", "utf-8")
     with pytest.raises(FinetuneError, match=r"generation_config.json: cannot be read: .*; correct it$"):
-        modelfile(run, base, load_run_tokenizer(run), "{{ .Prompt }}", "x.gguf")
+        modelfile(run, base, run.tokenizer, "{{ .Prompt }}", "x.gguf")
