@@ -18,9 +18,9 @@ import os
 import stat
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,8 @@ def sample_rows(
         computing = stack.enter_context(computing_ranks(lambda: _in_formats(model), launch))
         ranks, device, endpoint = computing.ranks, computing.device, request.endpoint
         reads = _opened(source)
-        writer = reads if model is source else _reading_as(reads, _opened(model))
-        prompts, dtype = _prompts(request, writer, _held_out(reads), say), writer.recipe.model.dtype
+        writer = reads if model is source else _opened(model)
+        prompts, dtype = _prompts(request, reads, writer, say), writer.recipe.model.dtype
         scored_set = prompts.scored_set
 
         # In float32 on a CPU only one prompt's answers share a batch, so that the bytes are the same in every run.
@@ -195,24 +195,18 @@ def _opened(source: SampleSource) -> FinishedRun:
     return FinishedRun(source.folder, _in_formats(source), trained=False)
 
 
-def _reading_as(reads: FinishedRun, writer: FinishedRun) -> FinishedRun:
-    """Another model that reads and checks rows as the source does, and writes them with its own template."""
-    data = writer.recipe.data.model_copy(update={"train": reads.recipe.data.train})
-    return replace(writer, recipe=writer.recipe.model_copy(update={"data": data, "eval": reads.recipe.eval}))
-
-
 def _in_formats(source: SampleSource) -> Recipe:
     """The recipe with `auto` settled: bfloat16 on a GPU, float32 elsewhere, where a seed then gives the same bytes."""
     precision = "bf16" if torch.cuda.is_available() else "no"
     return source.loaded.formats_for(FastestFormat(precision, ""))[0].recipe
 
 
-def _prompts(
-    request: SampleRequest, writer: FinishedRun, own: Iterable[tuple[str, _Question, str]], say: _Say
-) -> _Prompts:
-    """Read the file's questions without the recipe's `own`, the held-out ones. Raises FinetuneError if none is left."""
+def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, say: _Say) -> _Prompts:
+    """Read the file's questions as the source reads rows, without those that its recipe holds out. They are written
+    with the writer's template. Raises FinetuneError if none is left.
+    """
     whole = held_out_set(
-        writer.recipe,
+        reads.recipe,
         writer.encoder,
         None,
         file=request.entry or str(request.data),
@@ -223,7 +217,7 @@ def _prompts(
     questions = [conversation(content, writer.encoder) for content in whole.contents]
     places: dict[tuple[str, ...], str] = {}
     rows = []
-    for place, question, reference in own:
+    for place, question, reference in _held_out(reads):
         places.setdefault(_key(question), place)
         rows.append(answered(_question_columns(question), reference))
     held_out = [index for index, question in enumerate(questions) if _key(question) in places]
