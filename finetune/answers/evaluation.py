@@ -32,7 +32,6 @@ from finetune.answers.scores import (
     scores_in_words,
     write_eval,
 )
-from finetune.architecture import attention
 from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError, NotFinite
 from finetune.finished_run import (
@@ -54,16 +53,12 @@ from finetune.generation.held_out import (
 from finetune.hand_over.export_step import run_at
 from finetune.launch.launcher import Launch
 from finetune.measure.metrics import evaluation_in_words
-from finetune.model.build import attention_name
-from finetune.model.new_tokens import load_tokenizer
-from finetune.run_folder.facts import EVAL_KEPT, read_run, require_run_folder
+from finetune.run_folder.facts import EVAL_KEPT, require_run_folder
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
 from finetune.scoring.general import general_rows, general_scores
 from finetune.scoring.metrics import Metric, Scored
 from finetune.strategies.assemble import Assembled
-from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import RowError
-from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import evaluate
 from finetune.training.objectives import objective_of
 from finetune.wording import counted
@@ -134,13 +129,11 @@ def measure(
 
     Every rank calls it.
     """
-    recipe, prepared = run.recipe, None
-    if recipe.data.eval is not None:
-        prepared = prepare(recipe, load_tokenizer(recipe))
-    elif request.file is None and recipe.eval.generate.file is None and not request.general:
+    recipe, holds_rows_out = run.recipe, run.recipe.data.eval is not None
+    if not holds_rows_out and request.file is None and recipe.eval.generate.file is None and not request.general:
         remedy = "name rows: --data FILE, or --general or --tasks"
         raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); {remedy}")
-    questions = _questions(run, computing, prepared, request, say)
+    questions = _questions(run, computing, request, say)
     kept = None  # a server's answers, until they are scored
     if request.endpoint is not None and questions:
         kept = KeptAnswers(run.folder / EVAL_KEPT, request.endpoint)
@@ -155,8 +148,8 @@ def measure(
             say(f"base: without the adapter {start} {trainings}")
             result["started_from"] = start
         # A loss of preferences compares with the run's own start, so it would say nothing about the base.
-        if recipe.preferences is not None and prepared is not None:
-            recorded = read_run(run.folder, recipe).exported_eval()
+        if recipe.preferences is not None and holds_rows_out:
+            recorded = run.facts.exported_eval()
             wrote = f"; of these weights the run itself wrote {evaluation_in_words(recorded)}" if recorded else ""
             no_loss = "not measured again, because a loss of preferences compares with the run's own start"
             say(f"held-out loss: {no_loss}{wrote}")
@@ -225,14 +218,13 @@ def _server_answers(
     return answers
 
 
-def _questions(
-    run: FinishedRun, computing: Computing, prepared: Prepared | None, request: EvalRequest, say: _Say
-) -> list[Question]:
+def _questions(run: FinishedRun, computing: Computing, request: EvalRequest, say: _Say) -> list[Question]:
     """The questions of this request, in the order of eval.json. Raises FinetuneError for one that cannot be asked."""
     recipe, questions, measured = run.recipe, list[Question](), list[str]()
+    prepared = None if recipe.data.eval is None else run.prepared
     encoder, batching = run.encoder, batching_of(run, computing)
     if request.endpoint is None and recipe.preferences is None and prepared is not None and prepared.eval is not None:
-        questions.append(HeldOutLoss(run, computing, prepared))
+        questions.append(HeldOutLoss(run, computing))
     if request.generate:
         try:
             scored_set = held_out_set(
@@ -288,16 +280,14 @@ class HeldOutLoss:
 
     run: FinishedRun
     computing: Computing
-    prepared: Prepared
     key = "held_out"
 
     def ask(self, model: Assembled, name: str, show: _Say) -> float:
-        recipe, rows, computing = self.run.recipe, self.prepared.eval, self.computing
+        recipe, rows, computing = self.run.recipe, self.run.prepared.eval, self.computing
         assert rows is not None
         # The trainer's own plan and autocast, so that the figure equals the run's own one.
         accelerator = computing.accelerator or Accelerator(cpu=computing.device.type == "cpu")
-        flat, ranks = attention_name(recipe) == attention.NAME, computing.ranks
-        plan = plan_batches(recipe, len(self.prepared.train), world_size=ranks.world, rank=ranks.rank, flat=flat)
+        plan = computing.plan(recipe, len(self.run.prepared.train))
         with computing.autocast(recipe):
             try:
                 return evaluate(accelerator, model.model, rows, plan, objective_of(recipe), show=show)["loss"]
@@ -309,11 +299,11 @@ class HeldOutLoss:
                 model.unwrapped_model.eval()
 
     def compare(self, base: float, tuned: float) -> QuestionResult:
-        assert self.prepared.eval is not None
-        exported = read_run(self.run.folder, self.run.recipe).exported_eval()
+        prepared, exported = self.run.prepared, self.run.facts.exported_eval()
+        assert prepared.eval is not None
         figures: dict[str, Any] = {
-            "documents": self.prepared.facts["eval_documents"],
-            "tokens": int(self.prepared.eval.supervised.sum()),
+            "documents": prepared.facts["eval_documents"],
+            "tokens": int(prepared.eval.supervised.sum()),
             # exp(710) overflows a double.
             "base": {"loss": base, "perplexity": math.exp(min(base, 700.0))},
             "tuned": {"loss": tuned, "perplexity": math.exp(min(tuned, 700.0))},
