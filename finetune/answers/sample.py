@@ -83,8 +83,8 @@ def sample_rows(
     model: SampleSource,
     request: SampleRequest,
     say: _Say,
-    show: _Say = lambda _: None,
-    launch: Launch | None = None,
+    show: _Say,
+    launch: Launch | None,
 ) -> dict[str, Any]:
     """Answer, score and keep. Returns sample.json with the files' names. Raises FinetuneError.
 
@@ -165,7 +165,6 @@ def sample_rows(
                             batching,
                             show_prompt,
                             say,
-                            indices=[index for index, _ in of_group],
                             sampling=sampling,
                             draws=of_group,
                         )
