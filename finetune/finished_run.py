@@ -38,7 +38,6 @@ from finetune.recipe.strategy import strategy_of
 from finetune.run_folder.facts import MOST_RECORD_BYTES, RunFacts, not_finished_yet, read_run, require_run_folder
 from finetune.run_folder.tensor_checks import first_not_finite
 from finetune.tokens.conversation import Conversation, read_conversation
-from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import Encoder
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.model_code import refuse_other_code, refuse_unknown_code
@@ -86,11 +85,6 @@ class FinishedRun:
     def encoder(self) -> Encoder:
         """Tokenises rows and prompts as the training did."""
         return Encoder(self.tokenizer, self.recipe.data, self.recipe.model)
-
-    @cached_property
-    def prepared(self) -> Prepared:
-        """The recipe's rows, tokenised with the base's tokenizer as for the training."""
-        return prepare(self.recipe, load_tokenizer(self.recipe))
 
     @cached_property
     def facts(self) -> RunFacts:

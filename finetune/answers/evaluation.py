@@ -53,11 +53,13 @@ from finetune.generation.held_out import (
 from finetune.hand_over.export_step import run_at
 from finetune.launch.launcher import Launch
 from finetune.measure.metrics import evaluation_in_words
+from finetune.model.new_tokens import load_tokenizer
 from finetune.run_folder.facts import EVAL_KEPT, require_run_folder
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
 from finetune.scoring.general import general_rows, general_scores
 from finetune.scoring.metrics import Metric, Scored
 from finetune.strategies.assemble import Assembled
+from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import RowError
 from finetune.training.loop import evaluate
 from finetune.training.objectives import objective_of
@@ -221,10 +223,10 @@ def _server_answers(
 def _questions(run: FinishedRun, computing: Computing, request: EvalRequest, say: _Say) -> list[Question]:
     """The questions of this request, in the order of eval.json. Raises FinetuneError for one that cannot be asked."""
     recipe, questions, measured = run.recipe, list[Question](), list[str]()
-    prepared = None if recipe.data.eval is None else run.prepared
+    prepared = None if recipe.data.eval is None else prepare(recipe, load_tokenizer(recipe))
     encoder, batching = run.encoder, batching_of(run, computing)
     if request.endpoint is None and recipe.preferences is None and prepared is not None and prepared.eval is not None:
-        questions.append(HeldOutLoss(run, computing))
+        questions.append(HeldOutLoss(run, computing, prepared))
     if request.generate:
         try:
             scored_set = held_out_set(
@@ -280,14 +282,15 @@ class HeldOutLoss:
 
     run: FinishedRun
     computing: Computing
+    prepared: Prepared
     key = "held_out"
 
     def ask(self, model: Assembled, name: str, show: _Say) -> float:
-        recipe, rows, computing = self.run.recipe, self.run.prepared.eval, self.computing
+        recipe, rows, computing = self.run.recipe, self.prepared.eval, self.computing
         assert rows is not None
         # The trainer's own plan and autocast, so that the figure equals the run's own one.
         accelerator = computing.accelerator or Accelerator(cpu=computing.device.type == "cpu")
-        plan = computing.plan(recipe, len(self.run.prepared.train))
+        plan = computing.plan(recipe, len(self.prepared.train))
         with computing.autocast(recipe):
             try:
                 return evaluate(accelerator, model.model, rows, plan, objective_of(recipe), show=show)["loss"]
@@ -299,7 +302,7 @@ class HeldOutLoss:
                 model.unwrapped_model.eval()
 
     def compare(self, base: float, tuned: float) -> QuestionResult:
-        prepared, exported = self.run.prepared, self.run.facts.exported_eval()
+        prepared, exported = self.prepared, self.run.facts.exported_eval()
         assert prepared.eval is not None
         figures: dict[str, Any] = {
             "documents": prepared.facts["eval_documents"],

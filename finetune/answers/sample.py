@@ -57,11 +57,13 @@ from finetune.generation.held_out import (
 )
 from finetune.launch.launcher import Launch
 from finetune.library_errors import library_errors
+from finetune.model.new_tokens import load_tokenizer
 from finetune.output_stream import one_line
 from finetune.recipe.mixed_precision import FastestFormat
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import sha256_of
 from finetune.scoring.metrics import Metric, Unread, scores_of
+from finetune.tokens.dataset import prepare
 from finetune.training.batch_notes import positions_of
 from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
@@ -249,7 +251,8 @@ def _held_out(reads: FinishedRun) -> Iterator[tuple[str, _Question, str]]:
     recipe, file = reads.recipe, reads.recipe.eval.generate.file
     rows = list[ScoredRow]()
     if recipe.data.eval is not None:
-        rows += held_out_rows(recipe, reads.encoder, reads.prepared, MOST_ROWS_OF_FILE, contents=True)[0]
+        prepared = prepare(recipe, load_tokenizer(recipe))
+        rows += held_out_rows(recipe, reads.encoder, prepared, MOST_ROWS_OF_FILE, contents=True)[0]
     if file is not None:
         rows += rows_of_file(recipe.data.train[0], file, reads.encoder, MOST_ROWS_OF_FILE)[0]
     for _, item, _, content in rows:

@@ -17,9 +17,11 @@ from finetune.finished_run import FinishedRun, best_device, finished_run, fittin
 from finetune.hand_over.agreement import agreement_with, documents_to_compare, run_reference
 from finetune.hand_over.merged_weights import Merge, plan_merge, write_merged
 from finetune.hand_over.own_folder import refuse_foreign, write_record
+from finetune.model.new_tokens import load_tokenizer
 from finetune.model.text_part import answering_part, auto_class
 from finetune.recipe.schema import Dtype
 from finetune.recipe.sections.model import BaseDtype
+from finetune.tokens.dataset import prepare
 from finetune.untrusted.model_folder import ADAPTER_WEIGHTS
 from finetune.wording import counted
 
@@ -99,7 +101,8 @@ def _verify(
     run: FinishedRun, merge: Merge, kind: Base, folder: Path, prompts: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Figures for the merged model, and for the base without the adapter, from one set of documents."""
-    documents = documents_to_compare(run.prepared, prompts, merge.vocabulary)
+    prepared = prepare(run.recipe, load_tokenizer(run.recipe))
+    documents = documents_to_compare(prepared, prompts, merge.vocabulary)
     say(f"comparing over {counted(len(documents), 'document')}")
     with fitting(merge.device, run):
         adapted: Any = load_adapted(run, merge.device)
@@ -124,7 +127,7 @@ def _verify(
         merged = agreement_with(answering_part(model.to(merge.device).eval()), reference)
     return {
         "documents": len(documents),
-        "held_out": bool(len(run.prepared.split.held_out)),
+        "held_out": bool(len(prepared.split.held_out)),
         "tokens": reference.adapter.tokens,
         "adapter": reference.adapter.as_json(),
         "candidates": {kind: merged.as_json()},  # earlier releases compared two
