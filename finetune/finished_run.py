@@ -35,7 +35,7 @@ from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import strategy_of
-from finetune.run_folder.facts import MOST_RECORD_BYTES, not_finished_yet, require_run_folder
+from finetune.run_folder.facts import MOST_RECORD_BYTES, RunFacts, not_finished_yet, read_run, require_run_folder
 from finetune.run_folder.tensor_checks import first_not_finite
 from finetune.tokens.conversation import Conversation, read_conversation
 from finetune.tokens.encoder import Encoder
@@ -66,8 +66,30 @@ class FinishedRun:
             return recorded
         data = self.recipe.data
         with suppress(FinetuneError, BadRow):  # a tokenizer or a template that does not load; its users say so
-            return Encoder(load_run_tokenizer(self), data, self.recipe.model).conversation()
+            return self.encoder.conversation()
         return Conversation({}, data.date_string, data.chat_template_kwargs, {})
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The run's exported tokenizer. Raises FinetuneError if it is not usable."""
+        if not self.trained:
+            return load_tokenizer(self.recipe)
+        look_at_tokenizer(self.product)
+        with library_errors(f"{self.product}: the tokenizer could not be loaded", "resume the run"):
+            # False refuses code beside the tokenizer. None would ask a question on the terminal.
+            trust = self.recipe.model.trust_remote_code
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.product, trust_remote_code=trust)
+            return tokenizer
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Tokenises rows and prompts as the training did."""
+        return Encoder(self.tokenizer, self.recipe.data, self.recipe.model)
+
+    @cached_property
+    def facts(self) -> RunFacts:
+        """The training's records in the folder."""
+        return read_run(self.folder, self.recipe)
 
     @property
     def product(self) -> Path:
@@ -119,7 +141,7 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
     settings = look_at_adapter(run.product)
     if bad := first_not_finite(run.product / ADAPTER_WEIGHTS):
         raise NotFinite(f"{run.product / ADAPTER_WEIGHTS}: not finite: {bad}; export an earlier step: finetune export")
-    base = _load(run, device, with_loss=with_loss)
+    base = load_whole(run, device, tuned=False, with_loss=with_loss)
     # A stranger's pattern may take exponential time on these paths. Refuse it before peft tries it.
     paths = [path for path, _ in base.named_modules()]
     refuse_slow_patterns(str(run.product / ADAPTER_CONFIG), patterns_of(settings), paths)
@@ -160,26 +182,9 @@ def _no_adapter(run: FinishedRun, error: Exception) -> FinetuneError:
     )
 
 
-def load_run_tokenizer(run: FinishedRun) -> PreTrainedTokenizerBase:
-    """The run's exported tokenizer. Raises FinetuneError if it is not usable."""
-    if not run.trained:
-        return load_tokenizer(run.recipe)
-    look_at_tokenizer(run.product)
-    message = f"{run.product}: the tokenizer could not be loaded"
-    with library_errors(message, "resume the run"):
-        # False refuses code beside the tokenizer. None would ask a question on the terminal.
-        trust = run.recipe.model.trust_remote_code
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.product, trust_remote_code=trust)
-        return tokenizer
-
-
 def load_whole(run: FinishedRun, device: torch.device, *, tuned: bool, with_loss: bool = False) -> nn.Module:
     """The base, or the model of a run that trained all weights, in `model.dtype` and evaluation mode."""
-    return _load(run, device, str(run.product) if tuned else None, with_loss=with_loss).eval()
-
-
-def _load(run: FinishedRun, device: torch.device, path: str | None = None, *, with_loss: bool) -> nn.Module:
-    recipe = run.recipe
+    recipe, path = run.recipe, str(run.product) if tuned else None
     _refuse_experts_of_earlier_runs(run)
     if not with_loss:
         # Answers and comparisons have no packed rows to isolate, and answers need a key-value cache.
@@ -193,7 +198,7 @@ def _load(run: FinishedRun, device: torch.device, path: str | None = None, *, wi
         else:
             use_librarys(model)
         moved: nn.Module = model.to(device)  # type: ignore[arg-type]  # its annotation lacks devices
-        return moved
+        return moved.eval()
 
 
 def _refuse_experts_of_earlier_runs(run: FinishedRun) -> None:

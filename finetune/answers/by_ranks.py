@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from finetune.architecture import attention
 from finetune.errors import FinetuneError
 from finetune.finished_run import BOTH, FinishedRun, best_device, models_of
 from finetune.generation.held_out import Batching
@@ -27,15 +28,16 @@ from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
 from finetune.launch.rendezvous import rendezvous
 from finetune.measure.phases import give_back_cached_memory
+from finetune.model.build import attention_name
 from finetune.model.dtypes import COMPUTE
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, strategy_of
 from finetune.recipe.strategy_fit import refuse_recipe
-from finetune.run_folder.facts import read_run
 from finetune.strategies.accelerator import build_accelerator, use_all_cores
 from finetune.strategies.assemble import WAITING, Assembled, assemble
 from finetune.strategies.machine import device_of, refuse_machine
 from finetune.strategies.pieces import Ranks, all_ranks
+from finetune.training.batch_plan import BatchPlan, plan_batches
 from finetune.training.start_adapter import find_start_adapter, start_from
 from finetune.training.watchdog import BROKEN
 
@@ -58,6 +60,11 @@ class Computing:
         if compute is None or self.sharding is not None:
             return nullcontext()
         return torch.autocast(self.device.type, compute)
+
+    def plan(self, recipe: Recipe, rows: int) -> BatchPlan:
+        """The trainer's own batches of rows, shared out among these ranks."""
+        flat, ranks = attention_name(recipe) == attention.NAME, self.ranks
+        return plan_batches(recipe, rows, world_size=ranks.world, rank=ranks.rank, flat=flat)
 
 
 @contextmanager
@@ -118,7 +125,7 @@ def _as_evaluated(recipe: Recipe) -> Recipe:
 
 def batching_of(run: FinishedRun, computing: Computing, *, alone: bool = False) -> Batching:
     """How the run's model answers prompts: together in batches if its probe allows padding, and not `alone`."""
-    probed = read_run(run.folder, run.recipe).receipt.get("probe") if run.trained and not alone else None
+    probed = run.facts.receipt.get("probe") if run.trained and not alone else None
     return Batching(may_share_a_batch(probed or {}), computing.device, computing.ranks, computing.sharding is not None)
 
 

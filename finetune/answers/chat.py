@@ -17,7 +17,7 @@ from finetune.data.cells import BadRow
 from finetune.data.chat import Chat
 from finetune.errors import FinetuneError
 from finetune.files import json_lines
-from finetune.finished_run import best_device, finished_run, load_adapted, load_run_tokenizer, load_whole
+from finetune.finished_run import best_device, finished_run, load_adapted, load_whole
 from finetune.generation.generate import Sampling, answer
 from finetune.generation.settings import answering
 from finetune.output_stream import one_line, without_controls
@@ -109,8 +109,7 @@ def open_run(run_dir: Path, endpoint: Endpoint | None = None, *, system: str | N
     Raises FinetuneError if the folder holds none.
     """
     run, device = finished_run(run_dir), best_device()
-    tokenizer, opening = load_run_tokenizer(run), run.conversation.opening(system)
-    encoder = Encoder(tokenizer, run.recipe.data, run.recipe.model)
+    encoder, opening = run.encoder, run.conversation.opening(system)
     notes: list[str] = []
     if system is None and run.conversation.system is None:
         notes.append("system: none is sent, and the training rows have several; send one: --system TEXT")
@@ -126,7 +125,7 @@ def open_run(run_dir: Path, endpoint: Endpoint | None = None, *, system: str | N
         models, base_without = {"tuned": adapted, "base": adapted}, adapted.disable_adapter
     base = Participant("base", models["base"], base_without) if "base" in models else None
     tuned = Participant("tuned", models["tuned"], nullcontext)
-    return ChatSession(tokenizer, encoder, base, tuned, endpoint, opening, notes)
+    return ChatSession(run.tokenizer, encoder, base, tuned, endpoint, opening, notes)
 
 
 def chat_loop(

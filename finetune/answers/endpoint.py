@@ -232,7 +232,7 @@ class KeptAnswers:
     """
 
     def __init__(self, file: Path, endpoint: Endpoint) -> None:
-        self.file, self._url = file, endpoint.url
+        self.file, self.endpoint = file, endpoint
         self._answers: dict[str, Answer] = {}
         for row in read_lines(file) if file.is_file() else ():
             text, read = row.get("text"), row.get("prompt_tokens")
@@ -246,7 +246,7 @@ class KeptAnswers:
     ) -> tuple[str, Answer | None]:
         """The request's hash, and its answer if there is one."""
         path, body = _question_sent(model, question, max_new_tokens, sampling)
-        key = hashlib.sha256(json.dumps([self._url, path, body], sort_keys=True).encode()).hexdigest()
+        key = hashlib.sha256(json.dumps([self.endpoint.url, path, body], sort_keys=True).encode()).hexdigest()
         return key, self._answers.get(key)
 
     def keep(self, key: str, answer: Answer) -> None:
@@ -258,73 +258,72 @@ class KeptAnswers:
         """The evaluation has all answers."""
         self.file.unlink(missing_ok=True)
 
+    def answers(
+        self,
+        model: str,
+        questions: Sequence[tuple[str, Chat | Passage]],
+        max_new_tokens: int,
+        show: Callable[[str], None],
+        samplings: Sequence[Sampling] = (),
+    ) -> list[Answer]:
+        """Answers in their order, PARALLEL at a time: greedy, or by `samplings`. `questions` are places, for messages,
+        and conversations.
 
-def endpoint_answers(
-    endpoint: Endpoint,
-    model: str,
-    questions: Sequence[tuple[str, Chat | Passage]],
-    max_new_tokens: int,
-    show: Callable[[str], None],
-    kept: KeptAnswers,
-    samplings: Sequence[Sampling] = (),
-) -> list[Answer]:
-    """Answers in their order, PARALLEL at a time: greedy, or by `samplings`. `questions` are places, for messages, and
-    conversations.
+        A question without an answer does not end the others, until MOST_UNANSWERED have none. Then, or at the end, the
+        first fault is raised. Any other fault ends everything. Answers that are kept are not asked for. Threads are
+        daemons, so Ctrl-C does not wait for a slow server.
+        """
+        keys, answers = list[str](), dict[int, Answer]()
+        samplings = samplings or [LIKELIEST] * len(questions)
+        for index, (_, question) in enumerate(questions):
+            key, answer = self.find(model, question, max_new_tokens, samplings[index])
+            keys.append(key)
+            if answer is not None:
+                answers[index] = answer
+        failed: list[Exception] = []
+        outcomes: SimpleQueue[tuple[int, Answer | Exception]] = SimpleQueue()
 
-    A question without an answer does not end the others, until MOST_UNANSWERED have none. Then, or at the end, the
-    first fault is raised. Any other fault ends everything. `kept` has every answer that came, and those are not asked
-    for. Threads are daemons, so Ctrl-C does not wait for a slow server.
-    """
-    keys, answers = list[str](), dict[int, Answer]()
-    samplings = samplings or [LIKELIEST] * len(questions)
-    for index, (_, question) in enumerate(questions):
-        key, answer = kept.find(model, question, max_new_tokens, samplings[index])
-        keys.append(key)
-        if answer is not None:
-            answers[index] = answer
-    failed: list[Exception] = []
-    outcomes: SimpleQueue[tuple[int, Answer | Exception]] = SimpleQueue()
-
-    def request(index: int) -> None:
-        (place, question), sampling = questions[index], samplings[index]
-        outcome: Answer | Exception
-        try:
-            outcome = reply_of(endpoint, model, question, max_new_tokens=max_new_tokens, sampling=sampling)
-        except EnvironmentMismatch as error:
-            outcome = type(error)(f"{error} (asked for {place})")
-        except Exception as error:  # raised again below
-            outcome = error
-        outcomes.put((index, outcome))
-
-    left, running = deque(index for index in range(len(questions)) if index not in answers), 0
-    given_up = math.inf  # when, on the monotonic clock
-    while (left or running) and time.monotonic() < given_up + LAST_REPLIES:
-        while left and running < PARALLEL:
-            threading.Thread(target=request, args=(left.popleft(),), daemon=True).start()
-            running += 1
-        with suppress(Empty):
-            index, outcome = outcomes.get(timeout=1.0)
-            running -= 1
+        def request(index: int) -> None:
+            (place, question), sampling = questions[index], samplings[index]
+            outcome: Answer | Exception
             try:
-                if isinstance(outcome, Exception):
-                    raise outcome
-                answers[index] = outcome
-                kept.keep(keys[index], outcome)
-            except Exception as error:  # also of a full disk
-                failed.append(error)
-        show(f"answer {len(answers)} of {len(questions)}")
-        if len(failed) >= MOST_UNANSWERED or any(not isinstance(error, NoAnswer) for error in failed):
-            left.clear()
-            given_up = min(given_up, time.monotonic())
-    if failed:
-        first = next((error for error in failed if not isinstance(error, NoAnswer)), failed[0])
-        if answers and isinstance(first, EnvironmentMismatch):
-            rest = len(questions) - len(answers)
-            raise EnvironmentMismatch(
-                f"{first}; {len(answers):,} answers are kept in {kept.file}: the same command asks the other {rest:,}"
-            )
-        raise first
-    return [answers[index] for index in range(len(questions))]
+                outcome = reply_of(self.endpoint, model, question, max_new_tokens=max_new_tokens, sampling=sampling)
+            except EnvironmentMismatch as error:
+                outcome = type(error)(f"{error} (asked for {place})")
+            except Exception as error:  # raised again below
+                outcome = error
+            outcomes.put((index, outcome))
+
+        left, running = deque(index for index in range(len(questions)) if index not in answers), 0
+        given_up = math.inf  # when, on the monotonic clock
+        while (left or running) and time.monotonic() < given_up + LAST_REPLIES:
+            while left and running < PARALLEL:
+                threading.Thread(target=request, args=(left.popleft(),), daemon=True).start()
+                running += 1
+            with suppress(Empty):
+                index, outcome = outcomes.get(timeout=1.0)
+                running -= 1
+                try:
+                    if isinstance(outcome, Exception):
+                        raise outcome
+                    answers[index] = outcome
+                    self.keep(keys[index], outcome)
+                except Exception as error:  # also of a full disk
+                    failed.append(error)
+            show(f"answer {len(answers)} of {len(questions)}")
+            if len(failed) >= MOST_UNANSWERED or any(not isinstance(error, NoAnswer) for error in failed):
+                left.clear()
+                given_up = min(given_up, time.monotonic())
+        if failed:
+            first = next((error for error in failed if not isinstance(error, NoAnswer)), failed[0])
+            if answers and isinstance(first, EnvironmentMismatch):
+                rest = len(questions) - len(answers)
+                raise EnvironmentMismatch(
+                    f"{first}; {len(answers):,} answers are kept in {self.file}: the same command asks the other "
+                    f"{rest:,}"
+                )
+            raise first
+        return [answers[index] for index in range(len(questions))]
 
 
 def _sent_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

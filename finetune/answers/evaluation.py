@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from finetune.answers.by_ranks import Computing, batching_of, computing_ranks, models_by_ranks
-from finetune.answers.endpoint import Endpoint, KeptAnswers, endpoint_answers, server_notes
+from finetune.answers.endpoint import KeptAnswers, server_notes
 from finetune.answers.lm_eval_tasks import task_figures
 from finetune.answers.options import OptionScores, given_options
 from finetune.answers.own_scorer import OwnScorer
@@ -32,7 +32,6 @@ from finetune.answers.scores import (
     scores_in_words,
     write_eval,
 )
-from finetune.architecture import attention
 from finetune.data.chat import Chat, Passage
 from finetune.errors import DataError, FinetuneError, NotFinite
 from finetune.finished_run import (
@@ -40,7 +39,6 @@ from finetune.finished_run import (
     answer_with_fewer_kernels,
     finished_run,
     fitting,
-    load_run_tokenizer,
     recipe_of_run,
 )
 from finetune.generation.generate import Answer
@@ -55,16 +53,14 @@ from finetune.generation.held_out import (
 from finetune.hand_over.export_step import run_at
 from finetune.launch.launcher import Launch
 from finetune.measure.metrics import evaluation_in_words
-from finetune.model.build import attention_name
 from finetune.model.new_tokens import load_tokenizer
-from finetune.run_folder.facts import EVAL_KEPT, read_run, require_run_folder
+from finetune.run_folder.facts import EVAL_KEPT, require_run_folder
 from finetune.scoring.general import MAX_NEW_TOKENS as GENERAL_TOKENS
 from finetune.scoring.general import general_rows, general_scores
 from finetune.scoring.metrics import Metric, Scored
 from finetune.strategies.assemble import Assembled
 from finetune.tokens.dataset import Prepared, prepare
-from finetune.tokens.encoder import Encoder, RowError
-from finetune.training.batch_plan import plan_batches
+from finetune.tokens.encoder import RowError
 from finetune.training.loop import evaluate
 from finetune.training.objectives import objective_of
 from finetune.wording import counted
@@ -135,17 +131,15 @@ def measure(
 
     Every rank calls it.
     """
-    recipe, prepared = run.recipe, None
-    if recipe.data.eval is not None:
-        prepared = prepare(recipe, load_tokenizer(recipe))
-    elif request.file is None and recipe.eval.generate.file is None and not request.general:
+    recipe, holds_rows_out = run.recipe, run.recipe.data.eval is not None
+    if not holds_rows_out and request.file is None and recipe.eval.generate.file is None and not request.general:
         remedy = "name rows: --data FILE, or --general or --tasks"
         raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); {remedy}")
-    questions = _questions(run, computing, prepared, request, say)
+    questions = _questions(run, computing, request, say)
     kept = None  # a server's answers, until they are scored
     if request.endpoint is not None and questions:
         kept = KeptAnswers(run.folder / EVAL_KEPT, request.endpoint)
-        answers = _server_answers(run, questions, request.endpoint, kept, say, show)
+        answers = _server_answers(run, questions, kept, say, show)
         result: dict[str, Any] = {
             "endpoint": {"model": request.endpoint.model, "base_model": request.endpoint.base_model}
         }
@@ -156,8 +150,8 @@ def measure(
             say(f"base: without the adapter {start} {trainings}")
             result["started_from"] = start
         # A loss of preferences compares with the run's own start, so it would say nothing about the base.
-        if recipe.preferences is not None and prepared is not None:
-            recorded = read_run(run.folder, recipe).exported_eval()
+        if recipe.preferences is not None and holds_rows_out:
+            recorded = run.facts.exported_eval()
             wrote = f"; of these weights the run itself wrote {evaluation_in_words(recorded)}" if recorded else ""
             no_loss = "not measured again, because a loss of preferences compares with the run's own start"
             say(f"held-out loss: {no_loss}{wrote}")
@@ -197,24 +191,23 @@ def _model_answers(
 
 
 def _server_answers(
-    run: FinishedRun, questions: Sequence[Any], endpoint: Endpoint, kept: KeptAnswers, say: _Say, show: _Say
+    run: FinishedRun, questions: Sequence[Any], kept: KeptAnswers, say: _Say, show: _Say
 ) -> dict[str, dict[str, Any]]:
     """As `_model_answers`, by a server. Only the tokenizer is loaded, which finds the rows."""
-    encoder = Encoder(load_run_tokenizer(run), run.recipe.data, run.recipe.model)
     say("held-out loss: not measured; a server gives no loss: finetune eval without --endpoint measures it")
-    if endpoint.base_model is None:
+    if kept.endpoint.base_model is None:
         say("base: not asked, so there are no differences; name it with --base-model")
     answers: dict[str, dict[str, Any]] = {question.key: {"base": None} for question in questions}
     for question in questions:
         scored_set = question.scored_set
         rows = zip(scored_set.items, scored_set.contents, strict=True)
-        requests = [(item.place, conversation(content, encoder)) for item, content in rows]
-        for name, model in endpoint.models().items():
+        requests = [(item.place, conversation(content, run.encoder)) for item, content in rows]
+        for name, model in kept.endpoint.models().items():
 
             def show_model(text: str, name: str = name, rows: str = scored_set.name) -> None:
                 show(f"{name} model, {rows}: {text}")
 
-            replies = endpoint_answers(endpoint, model, requests, scored_set.max_new_tokens, show_model, kept)
+            replies = kept.answers(model, requests, scored_set.max_new_tokens, show_model)
             for stop in run.conversation.stops:
                 if count := sum(reply.text.endswith(stop) for reply in replies):
                     say(
@@ -227,14 +220,11 @@ def _server_answers(
     return answers
 
 
-def _questions(
-    run: FinishedRun, computing: Computing, prepared: Prepared | None, request: EvalRequest, say: _Say
-) -> list[Question]:
+def _questions(run: FinishedRun, computing: Computing, request: EvalRequest, say: _Say) -> list[Question]:
     """The questions of this request, in the order of eval.json. Raises FinetuneError for one that cannot be asked."""
     recipe, questions, measured = run.recipe, list[Question](), list[str]()
-    tokenizer = load_run_tokenizer(run)
-    encoder = Encoder(tokenizer, recipe.data, recipe.model)
-    batching = batching_of(run, computing)
+    prepared = None if recipe.data.eval is None else prepare(recipe, load_tokenizer(recipe))
+    encoder, batching = run.encoder, batching_of(run, computing)
     if request.endpoint is None and recipe.preferences is None and prepared is not None and prepared.eval is not None:
         questions.append(HeldOutLoss(run, computing, prepared))
     if request.generate:
@@ -249,11 +239,11 @@ def _questions(
                 max_new_tokens=request.max_new_tokens,
                 contents=True,
             )
-            options = given_options(run, computing, encoder, scored_set, say) if request.endpoint is None else None
+            options = given_options(run, computing, scored_set, say) if request.endpoint is None else None
             if options is not None:
                 questions.append(options)
                 measured.append(options.key)
-            questions.append(Scores("scores", tokenizer, batching, scored_set, say))
+            questions.append(Scores("scores", run.tokenizer, batching, scored_set, say))
             measured += [metric.name for metric in scored_set.metrics]
         except FinetuneError as error:
             # Texts without answers have a loss, and nothing to generate. Only a wish for scores makes that a mistake.
@@ -278,7 +268,7 @@ def _questions(
             chat = Chat(turns, None, [False, True], recipe.data.chat_template_kwargs)
             contents.append(chat if encoder.has_template else Passage(row.prompt, ""))
         general = ScoredSet("general questions", prompts, items, [], GENERAL_TOKENS, [], contents)
-        questions.append(Scores("general", tokenizer, batching, general, say))
+        questions.append(Scores("general", run.tokenizer, batching, general, say))
         measured.append("general")
     if unknown := [name for name in request.fail_under if name not in measured]:
         names = ", ".join(measured) or "none"
@@ -300,8 +290,7 @@ class HeldOutLoss:
         assert rows is not None
         # The trainer's own plan and autocast, so that the figure equals the run's own one.
         accelerator = computing.accelerator or Accelerator(cpu=computing.device.type == "cpu")
-        flat, ranks = attention_name(recipe) == attention.NAME, computing.ranks
-        plan = plan_batches(recipe, len(self.prepared.train), world_size=ranks.world, rank=ranks.rank, flat=flat)
+        plan = computing.plan(recipe, len(self.prepared.train))
         with computing.autocast(recipe):
             try:
                 return evaluate(accelerator, model.model, rows, plan, objective_of(recipe), show=show)["loss"]
@@ -313,11 +302,11 @@ class HeldOutLoss:
                 model.unwrapped_model.eval()
 
     def compare(self, base: float, tuned: float) -> QuestionResult:
-        assert self.prepared.eval is not None
-        exported = read_run(self.run.folder, self.run.recipe).exported_eval()
+        prepared, exported = self.prepared, self.run.facts.exported_eval()
+        assert prepared.eval is not None
         figures: dict[str, Any] = {
-            "documents": self.prepared.facts["eval_documents"],
-            "tokens": int(self.prepared.eval.supervised.sum()),
+            "documents": prepared.facts["eval_documents"],
+            "tokens": int(prepared.eval.supervised.sum()),
             # exp(710) overflows a double.
             "base": {"loss": base, "perplexity": math.exp(min(base, 700.0))},
             "tuned": {"loss": tuned, "perplexity": math.exp(min(tuned, 700.0))},

@@ -9,7 +9,7 @@ import torch
 
 from finetune.answers.requests import EvalRequest
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.finished_run import FinishedRun, fitting, load_run_tokenizer, models_of
+from finetune.finished_run import FinishedRun, fitting, models_of
 from finetune.generation.settings import end_tokens, without_settings
 from finetune.library_errors import library_errors
 from finetune.wording import install_command
@@ -43,7 +43,7 @@ def task_figures(
             raise FinetuneError(
                 f"--tasks: lm-eval does not know {name}; lm_eval ls tasks shows all, --include adds a folder"
             )
-    tokenizer = load_run_tokenizer(run)
+    tokenizer = run.tokenizer
 
     def mistake(error: Exception) -> EnvironmentMismatch:  # most often a data set that is not on this machine
         reason = " ".join(str(error).split())[:300]

@@ -13,7 +13,7 @@ import yaml
 from finetune.answers.kept_rows import ROW_FORMATS, Keep
 from finetune.data.rows import RowReader
 from finetune.data.sources import resolve
-from finetune.finished_run import FinishedRun, load_run_tokenizer
+from finetune.finished_run import FinishedRun
 from finetune.recipe.optimizers import usual_rate
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import Objective
@@ -94,7 +94,7 @@ def next_recipe(
     values["output_dir"] = str(folder)
     made = Recipe.model_validate(values)  # our own text must be a valid recipe
     head = f"# Trains on {counted(len(rows), 'row')} of {file.name}, which finetune sample kept.\n"
-    encoder, longest = Encoder(load_run_tokenizer(reads), made.data, made.model), 0
+    encoder, longest = Encoder(reads.tokenizer, made.data, made.model), 0
     for row in RowReader(resolve(made.data.train[0])).rows():
         with suppress(RowError):  # the training says so
             documents = encoder.documents(row.read) if row.read is not None else []

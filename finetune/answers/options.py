@@ -19,19 +19,16 @@ import torch
 
 from finetune.answers.by_ranks import Computing
 from finetune.answers.scores import QuestionResult, compared, score_verdict
-from finetune.architecture import attention
 from finetune.data.chat import Chat, Passage, last_answer
 from finetune.errors import NotFinite
 from finetune.finished_run import FinishedRun
 from finetune.generation.held_out import ScoredSet, last_answer_turn
-from finetune.model.build import attention_name
 from finetune.scoring.intervals import interval
 from finetune.scoring.metrics import options_among
 from finetune.strategies.assemble import Assembled
 from finetune.tokens.batches import prefetch
-from finetune.tokens.encoder import IGNORE, Encoder, RowError
+from finetune.tokens.encoder import IGNORE, RowError
 from finetune.tokens.packing import pack
-from finetune.training.batch_plan import plan_batches
 from finetune.training.objectives.answers import IdsAndLabels, answer_batches, model_inputs
 from finetune.wording import counted
 
@@ -58,10 +55,9 @@ class OptionScores:
         """One model's log-probabilities, float64 [rows, options], on every rank. Raises NotFinite."""
         recipe, ranks = self.run.recipe, self.computing.ranks
         lengths = np.asarray([len(ids) for ids, _ in self.encoded])
-        flat = attention_name(recipe) == attention.NAME
-        plan = plan_batches(recipe, len(lengths), world_size=ranks.world, rank=ranks.rank, flat=flat)
+        plan = self.computing.plan(recipe, len(lengths))
         groups = [[place] for place in range(len(lengths))]
-        if flat:
+        if plan.flat:
             groups = pack(lengths, max(recipe.data.max_length, int(lengths.max())))
         batches = answer_batches(replace(plan, per_device_batch_size=1), self, groups)
         sums = np.zeros(len(lengths))
@@ -145,7 +141,6 @@ def probability_figures(shares: np.ndarray, right: np.ndarray) -> dict[str, Any]
 def given_options(
     run: FinishedRun,
     computing: Computing,
-    encoder: Encoder,
     scored_set: ScoredSet,
     say: Callable[[str], None],
 ) -> OptionScores | None:
@@ -164,7 +159,7 @@ def given_options(
         options = options_among(Counter(answers))
         if not options:
             return None
-    encoded: list[IdsAndLabels] = []
+    encoder, encoded = run.encoder, list[IdsAndLabels]()
     for content in scored_set.contents:
         # The row with each option in the place of its answer. Only the option and the end of its turn are supervised.
         if isinstance(content, Passage):

@@ -146,7 +146,7 @@ class SampleRequest:
     seed: int = 0
     max_new_tokens: int | None = None
     limit: int | None = None
-    metric: Metric | None = None
+    metrics: Sequence[Metric] = ()  # one; empty: the strictest that fits the references
     scorer: str | None = None
     scorer_seconds: float = 10.0
     endpoint: Endpoint | None = None  # a server that answers; no model is loaded
@@ -167,7 +167,9 @@ class SampleRequest:
             "--keep pairs: needs a right and a wrong answer to a prompt; write --n 8": (
                 options.keep == "pairs" and self.count == 1
             ),
-            "--metric, --scorer: one of them says what is right; keep one": None not in (self.metric, self.scorer),
+            "--metric, --scorer: one of them says what is right; keep one": (
+                bool(self.metrics) and self.scorer is not None
+            ),
         }
         if wrong := [message for message, is_wrong in mistakes.items() if is_wrong]:
             raise FinetuneError(wrong[0])

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from finetune.answers.by_ranks import batching_of, computing_ranks, models_by_ranks
-from finetune.answers.endpoint import KeptAnswers, endpoint_answers, server_notes
+from finetune.answers.endpoint import KeptAnswers, server_notes
 from finetune.answers.kept_rows import answered, failures, kept_rows, sampled_figures
 from finetune.answers.next_recipe import next_recipe
 from finetune.answers.own_scorer import OwnScorer
@@ -43,7 +43,6 @@ from finetune.finished_run import (
     finished_run,
     fitting,
     hide_bars,
-    load_run_tokenizer,
 )
 from finetune.generation.generate import MOST_BATCH_TOKENS, Answer, Sampling
 from finetune.generation.held_out import (
@@ -61,11 +60,10 @@ from finetune.library_errors import library_errors
 from finetune.model.new_tokens import load_tokenizer
 from finetune.output_stream import one_line
 from finetune.recipe.mixed_precision import FastestFormat
-from finetune.recipe.schema import DataSet, Recipe
+from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import sha256_of
 from finetune.scoring.metrics import Metric, Unread, scores_of
 from finetune.tokens.dataset import prepare
-from finetune.tokens.encoder import Encoder
 from finetune.training.batch_notes import positions_of
 from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
@@ -87,8 +85,8 @@ def sample_rows(
     model: SampleSource,
     request: SampleRequest,
     say: _Say,
-    show: _Say = lambda _: None,
-    launch: Launch | None = None,
+    show: _Say,
+    launch: Launch | None,
 ) -> dict[str, Any]:
     """Answer, score and keep. Returns sample.json with the files' names. Raises FinetuneError.
 
@@ -101,12 +99,10 @@ def sample_rows(
     """
     with ExitStack() as stack:
         computing = stack.enter_context(computing_ranks(lambda: _in_formats(model), launch))
-        ranks, device = computing.ranks, computing.device
+        ranks, device, endpoint = computing.ranks, computing.device, request.endpoint
         reads = _opened(source)
-        # Another model answers the source's rows, by its own template.
-        writer = reads if model is source else _opened(model, reads.recipe.data.train)
-        tokenizer, endpoint, dtype = load_run_tokenizer(writer), request.endpoint, writer.recipe.model.dtype
-        prompts = _prompts(request, reads, writer, Encoder(tokenizer, writer.recipe.data, writer.recipe.model), say)
+        writer = reads if model is source else _opened(model)
+        prompts, dtype = _prompts(request, reads, writer, say), writer.recipe.model.dtype
         scored_set = prompts.scored_set
 
         # In float32 on a CPU only one prompt's answers share a batch, so that the bytes are the same in every run.
@@ -114,7 +110,9 @@ def sample_rows(
         is_exact = dtype == "float32" and device.type == "cpu"
         batching = batching_of(writer, computing, alone=is_exact)
         chunk = PROMPTS_ALONE if ranks.world == 1 else PROMPTS_OF_RANK * ranks.world
-        if batching.shared:
+        if endpoint is not None:
+            chunk = PROMPTS_OF_SERVER  # a scorer that fails ends the command early
+        elif batching.shared:
             longest = max(len(scored_set.prompts[index].prompt_ids) for index in prompts.numbers)
             tokens = request.count * (longest + scored_set.max_new_tokens)
             chunk = max(1, MOST_BATCH_TOKENS // tokens) * ranks.world
@@ -130,26 +128,24 @@ def sample_rows(
             scorer = stack.enter_context(OwnScorer(request.scorer, request.scorer_seconds))
             checker = Metric(scorer.name, function=scorer.score)
         facts = _facts(request, writer, author, prompts, checker)
-        file = _AnswersFile(request.folder, facts, author, prompts, checker, tokenizer)
+        file = _AnswersFile(request.folder, facts, author, prompts, checker, writer.tokenizer)
         ranks.rank_0_first(lambda: stack.enter_context(_locked(request.folder)))
         left = ranks.rank_0_first(lambda: file.begin(say))
 
-        draws = [(index, number) for index in left for number in range(request.count)]
-        repeated = [index for index in left for _ in range(request.count)]
+        groups = [left[start : start + chunk] for start in range(0, len(left), chunk)]
+        draws = [[(index, number) for index in group for number in range(request.count)] for group in groups]
         if endpoint is not None:
             kept, seeds = KeptAnswers(request.folder / KEPT_REPLIES, endpoint), Sampling(1.0, seed=request.seed)
-            given = list[Answer]()
-            for start in range(0, len(left), PROMPTS_OF_SERVER):  # a scorer that fails ends the command early
-                first, end = start * request.count, (start + PROMPTS_OF_SERVER) * request.count
-                questions = [(scored_set.items[index].place, prompts.questions[index]) for index in repeated[first:end]]
-                numbers = [int(seeds.uniform(draw, 0) * 2**31) for draw in draws[first:end]]
+            given, lengths = list[Answer](), list[int]()
+            for group, of_group in zip(groups, draws, strict=True):
+                questions = [(scored_set.items[index].place, prompts.questions[index]) for index, _ in of_group]
+                numbers = [int(seeds.uniform(draw, 0) * 2**31) for draw in of_group]
                 samplings = [Sampling(request.temperature, request.top_p, number) for number in numbers]
-                answers = endpoint_answers(
-                    endpoint, endpoint.model, questions, scored_set.max_new_tokens, show, kept, samplings
-                )
-                ranks.rank_0_first(partial(file.append, left[start : start + PROMPTS_OF_SERVER], answers))
+                answers = kept.answers(endpoint.model, questions, scored_set.max_new_tokens, show, samplings)
+                ranks.rank_0_first(partial(file.append, group, answers))
                 given += answers
-            for note in server_notes(given, [len(scored_set.prompts[index].prompt_ids) for index in repeated]):
+                lengths += (len(scored_set.prompts[index].prompt_ids) for index, _ in of_group)
+            for note in server_notes(given, lengths):
                 say(note)
             kept.forget()
         elif left:
@@ -158,25 +154,23 @@ def sample_rows(
                 # In float32 adapters are not merged, so that every strategy computes the same sums.
                 if name == "tuned" and computing.sharding is None and dtype != "float32":
                     answer_with_fewer_kernels(assembled.unwrapped_model)
-                for start in range(0, len(left), chunk):
-                    first, end = start * request.count, (start + chunk) * request.count
+                for group, of_group in zip(groups, draws, strict=True):
 
-                    def show_prompt(text: str, number: int = prompts.numbers.index(left[start]) + 1) -> None:
+                    def show_prompt(text: str, number: int = prompts.numbers.index(group[0]) + 1) -> None:
                         show(f"prompt {number:,} of {len(prompts.numbers):,}: {text}")
 
                     with fitting(device, writer, ranks.world):
                         answers = generated_answers(
                             assembled.unwrapped_model,
-                            tokenizer,
+                            writer.tokenizer,
                             scored_set,
                             batching,
                             show_prompt,
                             say,
-                            indices=repeated[first:end],
                             sampling=sampling,
-                            draws=draws[first:end],
+                            draws=of_group,
                         )
-                    ranks.rank_0_first(partial(file.append, left[start : start + chunk], answers))
+                    ranks.rank_0_first(partial(file.append, group, answers))
         return {} if ranks.rank else _written(request, reads, file, say, has_recipe=source.kind != "model")
 
 
@@ -192,17 +186,12 @@ class _Prompts:
     left_out: int  # prompts that are held out
 
 
-def _opened(source: SampleSource, rows: list[DataSet] | None = None) -> FinishedRun:
-    """The run, or the recipe's or model's base in this machine's number format; it reads `rows` as its own."""
+def _opened(source: SampleSource) -> FinishedRun:
+    """The run, or the recipe's or model's base in this machine's number format."""
     if source.kind == "run":
-        run = finished_run(source.folder)
-    else:
-        hide_bars()
-        run = FinishedRun(source.folder, _in_formats(source), trained=False)
-    if rows is None:
-        return run
-    data = run.recipe.data.model_copy(update={"train": rows})
-    return FinishedRun(run.folder, run.recipe.model_copy(update={"data": data}), run.trained)
+        return finished_run(source.folder)
+    hide_bars()
+    return FinishedRun(source.folder, _in_formats(source), trained=False)
 
 
 def _in_formats(source: SampleSource) -> Recipe:
@@ -211,20 +200,20 @@ def _in_formats(source: SampleSource) -> Recipe:
     return source.loaded.formats_for(FastestFormat(precision, ""))[0].recipe
 
 
-def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, encoder: Encoder, say: _Say) -> _Prompts:
-    """Read the file's questions without those that the recipe holds out. Raises FinetuneError if none is left."""
-    section = reads.recipe.eval.generate
-    metrics = [request.metric] if request.metric is not None else [Metric.of(choice) for choice in section.choices]
+def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, say: _Say) -> _Prompts:
+    """Read the file's questions as the source reads rows, without those that its recipe holds out. They are written
+    with the writer's template. Raises FinetuneError if none is left.
+    """
     whole = held_out_set(
-        writer.recipe,
-        encoder,
+        reads.recipe,
+        writer.encoder,
         None,
         file=request.entry or str(request.data),
-        metrics=metrics if request.scorer is None else [Metric("exact")],  # reads every reference; not used
+        metrics=request.metrics if request.scorer is None else [Metric("exact")],  # reads every reference; not used
         limit=request.limit or MOST_ROWS_OF_FILE,
-        max_new_tokens=request.max_new_tokens or section.max_new_tokens,
+        max_new_tokens=request.max_new_tokens,
     )
-    questions = [conversation(content, encoder) for content in whole.contents]
+    questions = [conversation(content, writer.encoder) for content in whole.contents]
     places: dict[tuple[str, ...], str] = {}
     rows = []
     for place, question, reference in _held_out(reads):
@@ -247,7 +236,7 @@ def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, en
             f"{positions:,} positions: {counted(len(beyond), 'prompt')}; shorten such prompts, or --max-new-tokens"
         )
     checker = whole.metrics[0]
-    if request.metric is None and request.scorer is None:
+    if not request.metrics and request.scorer is None:
         checker = next((metric for metric in whole.metrics if metric.name not in WEAKER), checker)
         if checker.name in GRADES and request.options.keep != "all":
             raise FinetuneError(
@@ -260,14 +249,14 @@ def _prompts(request: SampleRequest, reads: FinishedRun, writer: FinishedRun, en
 def _held_out(reads: FinishedRun) -> Iterator[tuple[str, _Question, str]]:
     """Place, question and reference of each row that the recipe evaluates by: data.eval, and eval.generate.file."""
     recipe, file = reads.recipe, reads.recipe.eval.generate.file
-    encoder, rows = Encoder(load_run_tokenizer(reads), recipe.data, recipe.model), list[ScoredRow]()
+    rows = list[ScoredRow]()
     if recipe.data.eval is not None:
         prepared = prepare(recipe, load_tokenizer(recipe))
-        rows += held_out_rows(recipe, encoder, prepared, MOST_ROWS_OF_FILE, contents=True)[0]
+        rows += held_out_rows(recipe, reads.encoder, prepared, MOST_ROWS_OF_FILE, contents=True)[0]
     if file is not None:
-        rows += rows_of_file(recipe.data.train[0], file, encoder, MOST_ROWS_OF_FILE)[0]
+        rows += rows_of_file(recipe.data.train[0], file, reads.encoder, MOST_ROWS_OF_FILE)[0]
     for _, item, _, content in rows:
-        yield item.place, conversation(content, encoder), item.reference
+        yield item.place, conversation(content, reads.encoder), item.reference
 
 
 def _key(question: _Question) -> tuple[str, ...]:

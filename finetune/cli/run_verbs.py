@@ -44,24 +44,23 @@ def _line_printer(as_json: bool) -> Callable[[str], None]:
     return say
 
 
-def _server(url: str | None, model: str | None, base_model: str | None, run: Path | None) -> Any:
-    """The server of --endpoint, which must have the run's tuned model. Raises FinetuneError."""
+def _server(url: str | None, model: str | None, base_model: str | None, trained_from: str) -> Any:
+    """The server of --endpoint, which must have more than the run's base, `trained_from`. Raises FinetuneError."""
     from finetune.answers.endpoint import open_endpoint
 
     if url is not None:
-        base = "" if run is None else recipe_from_resolved(require_run_folder(run)).model.name_or_path
-        return open_endpoint(url, model, base_model, partial(say, err=True), base)
+        return open_endpoint(url, model, base_model, partial(say, err=True), trained_from)
     if model or base_model:
         raise FinetuneError("--model, --base-model: are names on a server; name it with --endpoint URL")
     return None
 
 
-def launch_of_ranks(processes: int, alone: str | None, recipe: Callable[[], Recipe]) -> Any:
+def launch_of_ranks(processes: int, alone: str | None, recipe: Recipe) -> Any:
     """This rank's Launch; None for one process. Without a launcher and with `processes`, starts them and exits.
 
     Args:
         alone: An option that one process obeys.
-        recipe: Reads the recipe whose environment a rank sets up.
+        recipe: A rank sets up its environment.
     """
     from finetune.launch.launcher import take_out_left_over
     from finetune.launch.local_ranks import check_rank_count, count_gpus, is_rank_already, run_ranks
@@ -71,7 +70,7 @@ def launch_of_ranks(processes: int, alone: str | None, recipe: Callable[[], Reci
     if is_rank_already():
         from finetune.train import set_up_process
 
-        return set_up_process(recipe())
+        return set_up_process(recipe)
     if processes > 1:
         if alone is not None:
             raise FinetuneError(f"{alone}: is asked by one process; leave --processes out")
@@ -120,13 +119,14 @@ def chat(
         raise typer.BadParameter("--json needs --prompt", param_hint="--json")
 
     def work() -> dict[str, Any]:
-        require_run_folder(run)  # before torch is imported
+        resolved = require_run_folder(run)  # before torch is imported
         say_begun(f"loading base and tuned model of {run}" if endpoint is None else f"asking {endpoint}")
         from finetune.answers.chat import GenerationSettings, answers_to, converse, open_run
         from finetune.hand_over.export_step import run_at
 
         folder = run_at(run, step)
-        session = open_run(folder, _server(endpoint, model, base_model, run), system=system)
+        base = recipe_from_resolved(resolved).model.name_or_path
+        session = open_run(folder, _server(endpoint, model, base_model, base), system=system)
         chosen: Any = who  # checked above
         settings = GenerationSettings(max_new_tokens, temperature, seed)
         if as_json:
@@ -256,10 +256,10 @@ def evaluate(
     def work() -> dict[str, Any]:
         from finetune.answers.requests import EvalRequest, chosen_metrics, thresholds
 
-        resolved = require_run_folder(run)  # before torch is imported
+        recipe = recipe_from_resolved(require_run_folder(run))  # before torch is imported
         alone = "--tasks" if tasks is not None else "--endpoint" if endpoint is not None else None
-        launch = launch_of_ranks(processes, alone, lambda: recipe_from_resolved(resolved))
-        entry, base = None, recipe_from_resolved(resolved).model.name_or_path
+        launch = launch_of_ranks(processes, alone, recipe)
+        entry, base = None, recipe.model.name_or_path
         if columns is not None and data is None:
             raise FinetuneError("--columns: says how --data is read; name that too")
         if columns is not None:
@@ -278,7 +278,7 @@ def evaluate(
             tasks=[] if tasks is None else tasks.split(","),
             include=include,
             chat_template=chat_template,
-            endpoint=_server(endpoint, model, base_model, run),
+            endpoint=_server(endpoint, model, base_model, base),
         )
         if launch is None or launch.is_main:
             say_begun(f"loading {run}, its base and its held-out rows" if endpoint is None else f"asking {endpoint}")
@@ -352,15 +352,14 @@ def sample(
         reads = source_of(source, data)
         writer = reads if model is None or endpoint is not None else source_of(model, data)
         alone = None if endpoint is None else "--endpoint"
-        launch = launch_of_ranks(processes, alone, lambda: writer.loaded.recipe)
+        launch = launch_of_ranks(processes, alone, writer.loaded.recipe)
         kept: Any = keep  # checked above, as is `pick`
         chosen: Any = pick
         folder = output or Path("samples", reads.name)
-        run = reads.folder if reads.kind == "run" else None
         entry, base = None, reads.loaded.recipe.model.name_or_path
+        trained_from = base if reads.kind == "run" else ""
         if reads.kind == "model" or columns is not None:  # as the recipe that `init` writes would read them
             entry = new_recipe.propose(str(data), columns=columns, model=base, output=folder / "prompts.yaml").entry
-        metrics = chosen_metrics([] if metric is None else [metric])
         request = SampleRequest(
             data=data,
             entry=entry,
@@ -372,10 +371,10 @@ def sample(
             seed=seed,
             max_new_tokens=max_new_tokens,
             limit=limit,
-            metric=next(iter(metrics), None),
+            metrics=chosen_metrics([] if metric is None else [metric]),
             scorer=scorer,
             scorer_seconds=scorer_seconds,
-            endpoint=_server(endpoint, model, None, run) if endpoint is not None else None,
+            endpoint=None if endpoint is None else _server(endpoint, model, None, trained_from),
         )
         request.check()
         if launch is None or launch.is_main:

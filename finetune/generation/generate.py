@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from finetune.architecture.varlen_kernel import largest_setting
 from finetune.generation.settings import GREEDY, end_tokens, left_padded, without_settings
@@ -91,7 +87,7 @@ def answer(
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else dict(GREEDY)
     batch = left_padded([prompt_ids], computing_device(model))
     options |= {"max_new_tokens": max_new_tokens, "streamer": streamer, "use_cache": True}
-    return _answers(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)[0].text
+    return _answers(model, tokenizer, batch, **options)[0].text
 
 
 def greedy_answers(
@@ -139,7 +135,7 @@ def greedy_answers(
             return torch.full_like(logits, -torch.inf).scatter(-1, picked[:, None], 0.0)
 
         options["logits_processor"] = LogitsProcessorList([leave_the_picked])
-    return _answers(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)
+    return _answers(model, tokenizer, batch, **options)
 
 
 def prompt_batches(lengths: Sequence[int], new: int, most: int) -> list[range]:
@@ -169,11 +165,8 @@ def kept_bytes(model: nn.Module) -> int:
     heads = largest_setting(config, "num_attention_heads") or 1
     width = largest_setting(config, "head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
     width = width or -(-(largest_setting(config, "hidden_size") or 1) // heads)
-    cached_heads, layers = (
-        largest_setting(config, "num_key_value_heads") or heads,
-        largest_setting(config, "num_hidden_layers"),
-    )
-    return max(2 * (layers or 1) * cached_heads * width * _element_size(model), activation_bytes(model))
+    cached_heads, layers = largest_setting(config, "num_key_value_heads"), largest_setting(config, "num_hidden_layers")
+    return max(2 * (layers or 1) * (cached_heads or heads) * width * _element_size(model), activation_bytes(model))
 
 
 def activation_bytes(model: nn.Module) -> int:
@@ -206,8 +199,10 @@ def computing_device(model: nn.Module) -> torch.device:
     return next(chain(model.buffers(), model.parameters())).device
 
 
-def _generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], **options: Any) -> Tensor:
-    """Prompts and answers, [prompts, longest prompt + longest answer]; padded after an answer's end."""
+def _answers(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], **options: Any
+) -> list[Answer]:
+    """Each row's answer, up to the token that ends it. Later tokens only pad a row that ended before the others."""
     generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009  # peft and transformers both have it
     ends = end_tokens(model, tokenizer)
     with warnings.catch_warnings(), nullcontext() if options.get("do_sample") else without_settings(model):
@@ -215,19 +210,12 @@ def _generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[
         warnings.filterwarnings(
             "ignore", message=r"You are calling \.generate\(\) with the `input_ids` being on a device"
         )
-        return generate(
+        output = generate(
             **batch,
             eos_token_id=ends or None,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **options,
         )
-
-
-def _answers(
-    output: Tensor, batch: dict[str, Tensor], model: nn.Module, tokenizer: PreTrainedTokenizerBase
-) -> list[Answer]:
-    """Each row's answer, up to the token that ends it. Later tokens only pad a row that ended before the others."""
-    ends = set(end_tokens(model, tokenizer))
     answers = []
     for row in output[:, batch["input_ids"].shape[1] :].tolist():
         length = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))

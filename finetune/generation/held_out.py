@@ -62,9 +62,7 @@ class ScoredSet:
     metrics: list[Metric]
     max_new_tokens: int
     notes: list[str] = field(default_factory=list)
-    contents: list[Chat | Passage] = field(
-        default_factory=list
-    )  # each prompt's row, if `held_out_set` was asked for it
+    contents: list[Chat | Passage] = field(default_factory=list)  # each prompt's row, if `held_out_set` returns them
 
 
 def held_out_set(
@@ -267,7 +265,6 @@ def generated_answers(
     show: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
     *,
-    indices: Sequence[int] | None = None,
     sampling: Sampling | None = None,
     draws: Sequence[tuple[int, int]] = (),
 ) -> list[Answer]:
@@ -276,14 +273,13 @@ def generated_answers(
     Args:
         show: Receives the progress.
         say: Receives a line if memory runs out. It names the smaller batches that follow.
-        indices: The prompts to answer, which may repeat; None: all.
         sampling: None: greedy.
-        draws: Each prompt's row and answer number, which its drawn tokens depend on. Without `batching.shared`, only a
-            row's answers share a batch. They are equally long, so nothing is padded, and no other row changes their
-            sums: in float32 they are the same bytes in every run.
+        draws: The prompts to answer, each by its row and the answer's number, which drawn tokens depend on; empty: all
+            prompts. Without `batching.shared`, only a row's answers share a batch. They are equally long, so nothing
+            is padded, and no other row changes their sums: in float32 they are the same bytes in every run.
     """
     ranks, answers = batching.ranks, dict[int, Answer]()
-    questions = scored_set.prompts if indices is None else [scored_set.prompts[index] for index in indices]
+    questions = [scored_set.prompts[row] for row, _ in draws] if draws else scored_set.prompts
     gathers = batching.sharded and ranks.world > 1
     batched = batching.shared or bool(draws)
     rows = [] if batching.shared else [row for row, _ in draws]  # only prompts of one row share a batch

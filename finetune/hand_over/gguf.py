@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import cache_folder, check_output, making, sync
-from finetune.finished_run import FinishedRun, finished_run, load_run_tokenizer
+from finetune.finished_run import FinishedRun, finished_run
 from finetune.hand_over import gguf_script
 from finetune.hand_over.merge import whole_model
 from finetune.hand_over.ollama import PromptText, end_tokens_of, go_template, write_modelfile
@@ -62,10 +62,9 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     if folder.is_symlink():
         raise FinetuneError(f"{folder}: is a link, through which nothing is written; remove it")
     check_output(folder, "--gguf", folder=True)
-    python, tokenizer = converter(), load_run_tokenizer(run)
-    encoder = Encoder(tokenizer, run.recipe.data, run.recipe.model)
+    python = converter()
     # Without `--reasoning off`, llama-server sets enable_thinking: true.
-    options = ["--reasoning", "off"] if "enable_thinking" in encoder.variables_for_server() else []
+    options = ["--reasoning", "off"] if "enable_thinking" in run.encoder.variables_for_server() else []
     if run.conversation.tools:
         options.append("--jinja")
     if (scaling := run.recipe.model.rope_scaling) is not None and scaling["rope_type"] in ("linear", "yarn"):
@@ -79,19 +78,19 @@ def write_gguf(run_dir: Path, quantization: GgufKind, say: Say, *, prompts: int 
     began = time.monotonic()
     with library_errors(writing=file), making(folder) as aside:
         aside.mkdir()
-        ends = end_tokens_of(run, source, tokenizer)
-        facts = _converted(python, source, aside / file.name, quantization, adds_bos(run, tokenizer), ends)
+        ends = end_tokens_of(run, source)
+        facts = _converted(python, source, aside / file.name, quantization, adds_bos(run, run.tokenizer), ends)
         folder.mkdir(exist_ok=True)
         sync(aside / file.name)
         os.replace(aside / file.name, file)
         sync(folder)
     facts = {"file": str(file), "bytes": file.stat().st_size, "seconds": time.monotonic() - began, **facts}
     commands = {"llama.cpp": shlex.join(["llama-server", "-m", str(file), *options])}
-    written, notes = write_modelfile(run, source, tokenizer, file)
+    written, notes = write_modelfile(run, source, file)
     if written is not None:
         commands["ollama"] = shlex.join(["ollama", "create", name, "-f", str(written)])
     if nameless := facts.pop("ends_without_name", []):
-        texts = ", ".join(map(str, tokenizer.convert_ids_to_tokens(nameless)))
+        texts = ", ".join(map(str, run.tokenizer.convert_ids_to_tokens(nameless)))
         notes.append(f"a GGUF names three end tokens; llama.cpp may not stop on {texts}")
     if scaling is not None and scaling["rope_type"] == "dynamic":
         notes.append("model.rope_scaling: llama.cpp has no dynamic scaling; texts beyond the base's positions go wrong")
@@ -105,8 +104,7 @@ def hand_over_gguf(run_dir: Path, engine: Engine, say: Say) -> dict[str, Any]:
     Raises as `write_gguf`, and before any work if the engine is Ollama and cannot write the run's prompts.
     """
     if engine == "ollama":
-        run = finished_run(run_dir)
-        go_template(run, load_run_tokenizer(run))
+        go_template(finished_run(run_dir))
     facts = write_gguf(run_dir, "q8_0", say)
     file, command = facts["modelfile"] if engine == "ollama" else facts["file"], facts["commands"][engine]
     return {"folder": str(run_dir / "gguf"), "file": file, "command": command, "notes": facts["notes"]}

@@ -174,14 +174,14 @@ def find_joints(prompt: PromptText) -> tuple[Joints | None, list[str]]:
     return joints, notes
 
 
-def go_template(run: FinishedRun, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
+def go_template(run: FinishedRun) -> tuple[str, list[str]]:
     """The run's chat template in Go's syntax, and notes in words. A run without one sends the bare prompt.
 
     Raises FinetuneError if no Go template gives the tokenizer's prompts.
     """
-    if not tokenizer.chat_template and not run.recipe.data.chat_template:
+    if not run.tokenizer.chat_template and not run.recipe.data.chat_template:
         return "{{ .Prompt }}", []
-    joints, notes = find_joints(PromptText(tokenizer, run.recipe.data))
+    joints, notes = find_joints(PromptText(run.tokenizer, run.recipe.data))
     if joints is None:
         raise FinetuneError(
             f"{run.folder}: Ollama cannot write the prompts of this chat template: {notes[-1]}; serve the GGUF with "
@@ -190,15 +190,13 @@ def go_template(run: FinishedRun, tokenizer: PreTrainedTokenizerBase) -> tuple[s
     return joints.go_template(), notes
 
 
-def end_tokens_of(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_tokens_of(run: FinishedRun, source: Path) -> list[int]:
     """The tokens that end an answer: the training's, then others that the converted folder names."""
-    listed = ends_by_settings(generation_settings(source), tokenizer)
+    listed = ends_by_settings(generation_settings(source), run.tokenizer)
     return list(dict.fromkeys([*run.conversation.stops.values(), *listed]))
 
 
-def write_modelfile(
-    run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase, gguf: Path
-) -> tuple[Path | None, list[str]]:
+def write_modelfile(run: FinishedRun, source: Path, gguf: Path) -> tuple[Path | None, list[str]]:
     """Write the Modelfile beside a GGUF. Returns the file, or None if Ollama cannot write the run's prompts, and notes.
 
     Args:
@@ -206,11 +204,11 @@ def write_modelfile(
     """
     file = gguf.with_name("Modelfile")
     try:
-        template, notes = go_template(run, tokenizer)
+        template, notes = go_template(run)
     except FinetuneError as error:
         file.unlink(missing_ok=True)  # an earlier one names an earlier GGUF
         return None, [f"no Modelfile: {error}"]
-    text, notes = modelfile(run, source, tokenizer, template, gguf.name), list(notes)
+    text, notes = modelfile(run, source, template, gguf.name), list(notes)
     write_text(file, text)
     if run.conversation.opening() and "\nSYSTEM " not in text:
         notes.append("the Modelfile cannot hold the training rows' system message: send it with each request")
@@ -219,7 +217,7 @@ def write_modelfile(
     return file, notes
 
 
-def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase, template: str, gguf: str) -> str:
+def modelfile(run: FinishedRun, source: Path, template: str, gguf: str) -> str:
     """The Modelfile's text.
 
     Args:
@@ -228,7 +226,7 @@ def modelfile(run: FinishedRun, source: Path, tokenizer: PreTrainedTokenizerBase
         gguf: The name of the GGUF, in the Modelfile's own folder.
     """
     config, settings = _text_config(source), generation_settings(source)
-    texts = [tokenizer.convert_ids_to_tokens(token) for token in sorted(end_tokens_of(run, source, tokenizer))]
+    texts = [run.tokenizer.convert_ids_to_tokens(token) for token in sorted(end_tokens_of(run, source))]
     system = [
         message for message in run.conversation.opening() if '"""' not in message["content"] and ".System" in template
     ]

@@ -309,7 +309,7 @@ def test_one_system_message_of_all_rows_belongs_to_the_run(
     hand_over(run, "peft", None, lambda _: None)
     assert (f"'content': {SYSTEM!r}" in (run / "serving" / "peft" / "ask.py").read_text("utf-8")) == bool(system)
     opened = finished_run(run)
-    text = modelfile(opened, tmp_path / "base", session.tokenizer, "{{ .System }}", "x.gguf")
+    text = modelfile(opened, tmp_path / "base", "{{ .System }}", "x.gguf")
     assert (f'SYSTEM """{SYSTEM}"""' in text) == bool(system)
     # The answer is transformers' own to these messages.
     tokenizer = AutoTokenizer.from_pretrained(run / "adapter")
@@ -334,7 +334,7 @@ def test_a_run_on_tool_calls_is_served_with_its_tools(tmp_path: Path, named: boo
             prompts.append(chat)
     assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
     opened = finished_run(run)
-    _, notes = write_modelfile(opened, tmp_path / "base", trained, tmp_path / "x.gguf")
+    _, notes = write_modelfile(opened, tmp_path / "base", tmp_path / "x.gguf")
     assert any("passes no tools" in note for note in notes)
 
 

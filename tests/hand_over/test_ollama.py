@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from finetune.errors import FinetuneError
 from finetune.finished_run import finished_run as open_finished
-from finetune.finished_run import load_run_tokenizer
 from finetune.hand_over.ollama import Joints, PromptText, dialogues, find_joints, go_template, modelfile
 from finetune.recipe.schema import Data
 from tests.support.models.chat_families import CHATML_TOKENS, FAMILIES, QWEN3, byte_level_tokenizer, tokenizer_of
@@ -180,15 +179,14 @@ def test_go_prints_what_the_joints_say(tmp_path: Path) -> None:
 def test_the_modelfile(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base")
     run = open_finished(finished_run(tmp_path / "made", base, data={"max_length": 1024}))
-    tokenizer = load_run_tokenizer(run)
     settings: dict[str, Any] = {"eos_token_id": [0, 2]}
     (base / "generation_config.json").unlink()
-    template, notes = go_template(run, tokenizer)
+    template, notes = go_template(run)
     assert notes == []
-    alone = modelfile(run, base, tokenizer, template, "x.gguf")  # config.json names the end token
+    alone = modelfile(run, base, template, "x.gguf")  # config.json names the end token
     assert [line for line in alone.splitlines() if "stop" in line] == ['PARAMETER stop "<|im_end|>"']
     (base / "generation_config.json").write_text(json.dumps(settings), "utf-8")
-    text = modelfile(run, base, tokenizer, template, "tuned-q8_0.gguf")
+    text = modelfile(run, base, template, "tuned-q8_0.gguf")
     head, _, parameters = text.partition(f'TEMPLATE """{template}"""\n')
     assert head == "FROM ./tuned-q8_0.gguf\n"
     assert parameters.splitlines() == [
@@ -200,7 +198,7 @@ def test_the_modelfile(tmp_path: Path) -> None:
     ]
     settings |= {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
     (base / "generation_config.json").write_text(json.dumps(settings), "utf-8")
-    assert modelfile(run, base, tokenizer, template, "x.gguf").splitlines()[-4:] == [
+    assert modelfile(run, base, template, "x.gguf").splitlines()[-4:] == [
         "PARAMETER repeat_penalty 1.05",
         "PARAMETER temperature 0.6",
         "PARAMETER top_k 20",
@@ -208,7 +206,7 @@ def test_the_modelfile(tmp_path: Path) -> None:
     ]
     # Settings that sample and leave the rest to the library: its values, which are not Ollama's.
     (base / "generation_config.json").write_text('{"eos_token_id": 2, "do_sample": true, "min_p": 0.1}', "utf-8")
-    written = dict(line.split()[1:] for line in modelfile(run, base, tokenizer, template, "x.gguf").splitlines()[-4:])
+    written = dict(line.split()[1:] for line in modelfile(run, base, template, "x.gguf").splitlines()[-4:])
     library = GenerationConfig()._get_default_generation_params()  # no public name has them; they are pinned here
     assert {name: float(written[name]) for name in ("temperature", "top_k", "top_p")} == {
         name: library[name] for name in ("temperature", "top_k", "top_p")
@@ -218,17 +216,15 @@ def test_the_modelfile(tmp_path: Path) -> None:
 
 def test_a_run_without_a_chat_template_gets_the_bare_prompt(tmp_path: Path) -> None:
     run = open_finished(finished_run(tmp_path / "made", save_tiny(tmp_path / "base")))
-    tokenizer = load_run_tokenizer(run)
-    tokenizer.chat_template = None
-    assert go_template(run, tokenizer) == ("{{ .Prompt }}", [])
+    run.tokenizer.chat_template = None
+    assert go_template(run) == ("{{ .Prompt }}", [])
 
 
 def test_a_template_beyond_go_is_refused_with_the_engine_that_runs_it(tmp_path: Path) -> None:
     run = open_finished(finished_run(tmp_path / "made", save_tiny(tmp_path / "base")))
-    tokenizer = load_run_tokenizer(run)
-    tokenizer.chat_template = NUMBERED
+    run.tokenizer.chat_template = NUMBERED
     with pytest.raises(FinetuneError, match=r"longer chat; serve the GGUF with llama-server") as refused:
-        go_template(run, tokenizer)
+        go_template(run)
     assert "\n" not in str(refused.value)
 
 
@@ -237,4 +233,4 @@ def test_generation_settings_that_cannot_be_read(tmp_path: Path) -> None:
     run = open_finished(finished_run(tmp_path / "made", base))
     (base / "generation_config.json").write_text("{", "utf-8")
     with pytest.raises(FinetuneError, match=r"generation_config.json: cannot be read: .*; correct it$"):
-        modelfile(run, base, load_run_tokenizer(run), "{{ .Prompt }}", "x.gguf")
+        modelfile(run, base, "{{ .Prompt }}", "x.gguf")

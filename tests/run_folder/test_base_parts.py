@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.finished_run import finished_run as open_run
-from finetune.finished_run import load_run_tokenizer
 from finetune.hand_over.merge import merge_run
 from finetune.run_folder.base_parts import own_config, untrained_in_words
 from tests.support.models.architectures import save_shaken
@@ -310,4 +309,4 @@ def test_a_base_with_code_of_its_own_merges_and_exports_with_it(tmp_path: Path, 
         config = AutoConfig.from_pretrained(alone, trust_remote_code=True)
         assert type(config).__name__ == "TinyConfig"
         assert AutoModelForCausalLM.from_pretrained(alone, trust_remote_code=True)
-    load_run_tokenizer(open_run(lora))
+    assert open_run(lora).tokenizer
