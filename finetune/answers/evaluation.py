@@ -95,9 +95,6 @@ def evaluate_finished(
     if request.endpoint is not None and (request.tasks or not request.generate):
         remedy = "lm-eval asks servers itself (--model local-chat-completions)" if request.tasks else "leave it out"
         raise FinetuneError(f"{'--tasks' if request.tasks else '--loss-only'}: needs the model, not a server; {remedy}")
-    option = "--tasks" if request.tasks else "--endpoint"
-    if launch is not None and launch.world_size > 1 and (request.tasks or request.endpoint is not None):
-        raise FinetuneError(f"{option}: is asked by one process; {launch.world_size} were started")
     with ExitStack() as stack:
         computing = stack.enter_context(computing_ranks(lambda: recipe_of_run(require_run_folder(run_dir)), launch))
         folder = computing.ranks.rank_0_first(lambda: run_at(run_dir, step))

@@ -70,7 +70,10 @@ def launch_of_ranks(processes: int, alone: str | None, recipe: Recipe) -> Any:
     if is_rank_already():
         from finetune.train import set_up_process
 
-        return set_up_process(recipe)
+        launch = set_up_process(recipe)
+        if alone is not None and launch.world_size > 1:
+            raise FinetuneError(f"{alone}: is asked by one process; {launch.world_size} were started")
+        return launch
     if processes > 1:
         if alone is not None:
             raise FinetuneError(f"{alone}: is asked by one process; leave --processes out")

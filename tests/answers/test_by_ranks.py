@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +177,19 @@ def test_refused_before_any_rank_starts(
     run = made(tmp_path / "made", base, "fsdp2", {"r": 4})
     assert main(["eval", str(run), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["eval", "sample"])
+def test_a_server_is_not_asked_by_several_ranks(
+    verb: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made(tmp_path / "made", base, "fsdp2", {"r": 4})
+    (rows := tmp_path / "prompts.jsonl").write_text('{"prompt": "one", "completion": "two"}\n', "utf-8")
+    monkeypatch.setattr("finetune.launch.local_ranks.is_rank_already", lambda: True)
+    monkeypatch.setattr("finetune.train.set_up_process", lambda recipe: SimpleNamespace(world_size=2, is_main=True))
+    options = ["--endpoint", "http://localhost:1/v1", *(["--data", str(rows)] if verb == "sample" else [])]
+    assert main([verb, str(run), *options]) == 2
+    assert capsys.readouterr().err.endswith("--endpoint: is asked by one process; 2 were started\n")
 
 
 @pytest.mark.parametrize(("strategy", "names"), [("fsdp2", True), ("gpipe", True), ("single", False)])
