@@ -132,7 +132,10 @@ def measure(
     if not holds_rows_out and request.file is None and recipe.eval.generate.file is None and not request.general:
         remedy = "name rows: --data FILE, or --general or --tasks"
         raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); {remedy}")
-    questions = _questions(run, computing, request, say)
+    not_scored = list[str]()
+    questions = _questions(run, computing, request, say, not_scored.append)
+    for line in not_scored:
+        say(line)
     kept = None  # a server's answers, until they are scored
     if request.endpoint is not None and questions:
         kept = KeptAnswers(run.folder / EVAL_KEPT, request.endpoint)
@@ -163,6 +166,8 @@ def measure(
         say(outcome.words)
     if kept is not None:
         kept.forget()
+    if not_scored:
+        result["not_scored"] = not_scored
     return result, rows
 
 
@@ -217,8 +222,14 @@ def _server_answers(
     return answers
 
 
-def _questions(run: FinishedRun, computing: Computing, request: EvalRequest, say: _Say) -> list[Question]:
-    """The questions of this request, in the order of eval.json. Raises FinetuneError for one that cannot be asked."""
+def _questions(
+    run: FinishedRun, computing: Computing, request: EvalRequest, say: _Say, leave_out: _Say
+) -> list[Question]:
+    """The questions of this request, in the order of eval.json. Raises FinetuneError for one that cannot be asked.
+
+    Args:
+        leave_out: Receives why answers are not scored, or not by probability.
+    """
     recipe, questions, measured = run.recipe, list[Question](), list[str]()
     prepared = None if recipe.data.eval is None else prepare(recipe, load_tokenizer(recipe))
     encoder, batching = run.encoder, batching_of(run, computing)
@@ -236,7 +247,7 @@ def _questions(run: FinishedRun, computing: Computing, request: EvalRequest, say
                 max_new_tokens=request.max_new_tokens,
                 contents=True,
             )
-            options = given_options(run, computing, scored_set, say) if request.endpoint is None else None
+            options = given_options(run, computing, scored_set, leave_out) if request.endpoint is None else None
             if options is not None:
                 questions.append(options)
                 measured.append(options.key)
@@ -252,7 +263,7 @@ def _questions(run: FinishedRun, computing: Computing, request: EvalRequest, say
                 or (request.endpoint is not None and not request.general)
             ):
                 raise
-            say(f"no answers are scored: {error}")
+            leave_out(f"no answers are scored: {error}")
     if request.general:
         rows = general_rows()
         try:

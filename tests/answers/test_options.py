@@ -141,9 +141,15 @@ def test_options_that_a_template_makes_equal_are_said(tmp_path: Path, capsys: py
     run = trained(tmp_path, "two line breaks", "lora", options=[*OPTIONS, "sea "])
     capsys.readouterr()
     assert main(["eval", str(run), "--max-new-tokens", "2"]) == 0
-    output = capsys.readouterr().out
-    assert "given answers: not scored by probability; 'sea' and 'sea ' are the same tokens" in output
+    output, line = (
+        capsys.readouterr().out,
+        "given answers: not scored by probability; 'sea' and 'sea ' are the same tokens",
+    )
+    assert line in output
     assert "Brier" not in output
+    recorded = json.loads((run / "eval.json").read_text("utf-8"))
+    assert recorded["not_scored"] == [line]
+    assert "options" not in recorded
 
 
 def test_brier_and_calibration_by_hand() -> None:
