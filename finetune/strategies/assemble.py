@@ -24,7 +24,7 @@ from finetune.launch.rendezvous import collective_timeout
 from finetune.model.build import build_model, decoder_parts, structure_alone
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
-from finetune.model.quantization import plain_quantized_weights, unpacked_weight
+from finetune.model.quantization import unpacked_weight
 from finetune.model.stored_structure import (
     StoredStructure,
     agree,
@@ -105,15 +105,14 @@ def assemble(
         agree_on_structure(recipe)
     if strategy.shards_modules:
         from finetune.strategies.fsdp import make_mesh, shard_model
-        from finetune.strategies.late_quantising import taken
+        from finetune.strategies.late_quantising import make_plain
 
         mesh = mesh or make_mesh(strategy, accelerator.device, collective_timeout(recipe))
         unwrapped = _build_on_rank_0(recipe, build, launch, accelerator.device)
         # The loop calls the decoder inside peft's model, because peft's own call would skip the hooks that gather
         # weights.
         decoder = decoder_parts(unwrapped)
-        late = taken(decoder)
-        plain_quantized_weights(unwrapped)
+        late = make_plain(decoder)
         compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
         compute = COMPUTE[recipe.training.mixed_precision]
         shard_model(decoder, strategy, mesh, accelerator.device, compute, late)
@@ -203,7 +202,7 @@ def _under_zero(
     a base in 4 bits is loaded unsharded, by rank 0 alone, and quantised and sharded one tensor at a time.
     """
     from finetune.model.optimizers.rounded_adamw import RoundedAdamW, places_of
-    from finetune.strategies.late_quantising import filled_one_by_one, waits_for_sharding
+    from finetune.strategies.late_quantising import filled_one_by_one, make_plain
     from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, partition, prepare_zero
     from finetune.strategies.zero_state import flat_ranges
 
@@ -214,8 +213,8 @@ def _under_zero(
     if strategy.shards_parameters and recipe.quantization is not None:
         with loading_unsharded(plugin):
             unwrapped = _build_on_rank_0(recipe, build, launch, accelerator.device, dtype=dtype)
-        if waits_for_sharding(unwrapped):
-            partition(filled_one_by_one(unwrapped, accelerator.device, dtype), config)
+        if late := make_plain(unwrapped):
+            partition(filled_one_by_one(unwrapped, late, accelerator.device, dtype), config)
     else:
         unwrapped = build(recipe, accelerator.device, dtype=dtype)
     inside = f"{strategy.name} gathers weights inside of it" if strategy.shards_parameters else None

@@ -23,12 +23,12 @@ from finetune.model.build import decoder_parts, structure_alone
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
 from finetune.model.optimizers.rounded_adamw import Range, RoundedAdamW, places_of
-from finetune.model.quantization import plain_quantized_weights, unpacked_weight
+from finetune.model.quantization import unpacked_weight
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.pipelines import Pipelines
 from finetune.recipe.strategy import Strategy
-from finetune.strategies.late_quantising import load_unquantised, taken
+from finetune.strategies.late_quantising import load_unquantised, make_plain
 from finetune.strategies.pipeline.holding import place_stage
 from finetune.strategies.pipeline.layout import Parts, parts_of
 from finetune.strategies.pipeline.ranks import StagePlace
@@ -56,8 +56,7 @@ def staged(
     assert pipelines is not None
     place = StagePlace.of(dist.get_rank(), dist.get_world_size(), pipelines.copies)
     unwrapped = build(recipe, torch.device("cpu"), **({"load": load_unquantised} if recipe.quantization else {}))
-    late, decoder = taken(unwrapped), decoder_parts(unwrapped)
-    plain_quantized_weights(unwrapped)
+    late, decoder = make_plain(unwrapped), decoder_parts(unwrapped)
     if router_coefficient(decoder.config, recipe):
         raise FinetuneError(
             "model.router_aux_loss_coef: a stage sees the routers of its own layers alone; set it to 0, or take "

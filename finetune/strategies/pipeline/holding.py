@@ -104,7 +104,8 @@ def place_stage(
             if place.stage not in held_by[name]:
                 replace_tensor(model, name, Elsewhere.of(parameter, device))
                 continue
-            values = late[name](device) if late and name in late else {name: parameter.detach().to(device)}
+            make = late.get(name) if late else None
+            values = make(device) if make else {name: parameter.detach().to(device)}
             moved = nn.Parameter(values.pop(name), requires_grad=parameter.requires_grad)
             for part, tensor in (values | {name: moved}).items():
                 replace_tensor(model, part, tensor)
