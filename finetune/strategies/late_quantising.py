@@ -13,7 +13,8 @@ takes them back when it needs them. Some weights are read into host memory at on
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,8 +24,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Conv1D, PreTrainedModel
 
+from finetune.errors import FinetuneError
+from finetune.launch.launcher import Launch
+from finetune.launch.rendezvous import TIME_FOR_RANK_0
 from finetune.model.adapter_targets import has_experts
-from finetune.model.build import bitsandbytes_config, check_quantized, configuration, load_base
+from finetune.model.build import (
+    bitsandbytes_config,
+    check_quantized,
+    configuration,
+    decoder_parts,
+    load_base,
+)
 from finetune.model.quantization import (
     correct_on_cpu,
     hollow_weight,
@@ -106,6 +116,57 @@ def _ready(module: nn.Module) -> nn.Module:
         layer.weight = layer.unquantised.quantised(torch.device("cpu"))
     correct_on_cpu(made)
     return made
+
+
+def build_on_rank_0(
+    recipe: Recipe, build: Callable[..., nn.Module], launch: Launch | None, quantise_on: torch.device, **options: Any
+) -> nn.Module:
+    """The model, with its weights on rank 0 and without elsewhere, and rank 0's generation settings on all.
+
+    When rank 0 fails, so do all.
+    """
+    model, failure = None, None
+    if recipe.quantization is not None:
+        options["load"] = partial(load_unquantised, quantise_on=quantise_on)
+    with waiting_for_rank_0(recipe, launch) as group:
+        try:
+            model = build(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"), **options)
+        except FinetuneError as error:
+            failure = error
+        refusal = _broadcast_from_rank_0(None if failure is None else (type(failure), str(failure)), group)
+    if refusal is not None:
+        kind, text = refusal
+        raise kind(text)
+    if failure is not None:
+        raise failure
+    assert model is not None
+    decoder = decoder_parts(model)
+    decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
+    return model
+
+
+@contextmanager
+def waiting_for_rank_0(recipe: Recipe, launch: Launch | None) -> Iterator[dist.ProcessGroup | None]:
+    """A group to wait in while rank 0 opens a base that will be quantised.
+
+    That takes seconds, because no weight is read then. It takes minutes if the files have another number format than
+    the recipe, and the ranks' own group may give up. Gloo waits without spinning on a core.
+    """
+    if recipe.quantization is None or launch is None:
+        yield None
+        return
+    group = dist.new_group(backend="gloo", timeout=TIME_FOR_RANK_0)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _broadcast_from_rank_0(thing: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's object, on every rank; pickled, but only between ranks of one program."""
+    things = [thing]
+    dist.broadcast_object_list(things, src=0, group=group)
+    return things[0]
 
 
 def make_plain(model: nn.Module) -> dict[str, Late]:
