@@ -64,8 +64,9 @@ def staged(
         )
     layers = layers_of_runs(recipe, decoder, parts, pipelines, place.stages)
     # Without a trained weight no gradient comes out of a run of layers.
-    named = decoder.named_parameters(remove_duplicate=False)
-    training = {parts.run_of(name, layers) for name, weight in named if weight.requires_grad}
+    named = dict(decoder.named_parameters(remove_duplicate=False))
+    run_of = {name: parts.run_of(name, layers) for name in named}
+    training = {run_of[name] for name, weight in named.items() if weight.requires_grad}
     if idle := set(range(len(layers))) - training:
         held = layers[min(idle)]
         raise FinetuneError(
@@ -77,7 +78,7 @@ def staged(
     # Each trained weight's place among all of the model's. A stage's own numbering would draw other random bits.
     of = places_of(make_optimizer(unwrapped, recipe)) if recipe.training.pure_bf16 else {}
     places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
-    holding, trained = place_stage(unwrapped, decoder, parts, layers, place, device, late)
+    holding, trained = place_stage(unwrapped, decoder, run_of, place, device, late)
     compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
     own = range(place.stage, len(layers), place.stages)
     runs = runs_of(decoder, parts, layers, own, accelerator.autocast, dtype or embedded)
