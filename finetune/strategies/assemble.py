@@ -124,11 +124,10 @@ def assemble(
         compute = COMPUTE[recipe.training.mixed_precision]
         return Assembled(engine, unwrapped, optimizer, gathered_in=compute, engine=engine)
     if strategy.schedule is not None:
-        from finetune.strategies.pipeline.build import parts_of_recipe, staged
+        from finetune.strategies.pipeline.build import staged
 
-        parts = parts or parts_of_recipe(recipe)
         unwrapped, pipeline, optimizer = staged(recipe, strategy, accelerator, build, parts)
-        return Assembled(pipeline, unwrapped, accelerator.prepare(optimizer), pipeline=pipeline)
+        return Assembled(pipeline, unwrapped, optimizer, pipeline=pipeline)
     unwrapped = build(recipe, accelerator.device)
     compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
     model, optimizer = prepare_silenced(accelerator, unwrapped, make_optimizer(unwrapped, recipe))

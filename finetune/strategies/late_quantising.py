@@ -1,9 +1,10 @@
 """4-bit weights that are quantised one by one, on a rank's device, just before each is sharded.
 
-Rank 0 maps the base's files into memory, and 4-bit layers hold the files' values. When an engine shards a weight, it is
-read, moved to the device and quantised there, whole, because double quantisation subtracts the mean over all scales. So
-host memory holds one weight at a time: for 70B 0.5 GB in bfloat16 instead of 35 GB packed. And no rank waits in a
-collective for longer than one weight takes.
+Rank 0 alone has the base's weights (`build_on_rank_0`, which FSDP2 calls for plain weights too). It maps the files into
+memory, and 4-bit layers hold the files' values. When an engine shards a weight, it is read, moved to the device and
+quantised there, whole, because double quantisation subtracts the mean over all scales. So host memory holds one weight
+at a time: for 70B 0.5 GB in bfloat16 instead of 35 GB packed. And no rank waits in a collective for longer than one
+weight takes.
 
 Pages of a mapped file count as the process's while any tensor from that file is not yet sharded, although the kernel
 takes them back when it needs them. Some weights are read into host memory at once: those not stored in the recipe's

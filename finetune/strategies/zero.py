@@ -248,8 +248,7 @@ def build_under_zero(
     inside = f"{strategy.name} gathers weights inside of it" if strategy.shards_parameters else None
     compute_layers(unwrapped, unpacked_weight, adapters_by_peft=inside)
     optimizer = make_optimizer(unwrapped, recipe)
-    of = places_of(optimizer) if isinstance(optimizer, RoundedAdamW) else {}
-    places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
+    places = places_of(optimizer, unwrapped)
     engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
     if isinstance(optimizer, RoundedAdamW):
         optimizer.round_as(flat_ranges(engine, places))

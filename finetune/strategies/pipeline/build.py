@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,14 +45,18 @@ def parts_of_recipe(recipe: Recipe) -> Parts:
 
 
 def staged(
-    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module], parts: Parts
-) -> tuple[nn.Module, Pipeline, torch.optim.Optimizer]:
+    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module], parts: Parts | None
+) -> tuple[nn.Module, Pipeline, Any]:
     """The model with this rank's part on its device and the rest on meta, its pipeline, and its part's optimizer.
 
     Every rank reads the model into host memory before it gives up the other stages' layers, so each rank needs host
     memory for the whole model. Each stage reads and quantises its own 4-bit weights, one by one. Raises FinetuneError,
     on all ranks, if the model cannot be split.
+
+    Args:
+        parts: From `parts_of_recipe`; None: found here.
     """
+    parts = parts or parts_of_recipe(recipe)
     pipelines, device = strategy.pipelines, accelerator.device
     assert pipelines is not None
     place = StagePlace.of(dist.get_rank(), dist.get_world_size(), pipelines.copies)
@@ -76,15 +81,14 @@ def staged(
     embedded = next(decoder.get_input_embeddings().parameters()).dtype
     dtype = COMPUTE[recipe.training.mixed_precision] if strategy.casts_weights_once(recipe) else None
     # Each trained weight's place among all of the model's. A stage's own numbering would draw other random bits.
-    of = places_of(make_optimizer(unwrapped, recipe)) if recipe.training.pure_bf16 else {}
-    places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
+    places = places_of(make_optimizer(unwrapped, recipe), unwrapped) if recipe.training.pure_bf16 else {}
     holding, trained = place_stage(unwrapped, decoder, run_of, place, device, late)
     compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
     own = range(place.stage, len(layers), place.stages)
     runs = runs_of(decoder, parts, layers, own, accelerator.autocast, dtype or embedded)
     timeout = collective_timeout(recipe)
     pipeline = Pipeline(runs, layers, pipelines.schedule, holding, trained, device, timeout)
-    return unwrapped, pipeline, staged_optimizer(unwrapped, recipe, places)
+    return unwrapped, pipeline, accelerator.prepare(staged_optimizer(unwrapped, recipe, places))
 
 
 def staged_optimizer(stage: nn.Module, recipe: Recipe, places: Mapping[str, int]) -> torch.optim.Optimizer:
