@@ -26,7 +26,7 @@ from finetune.generation.held_out import Batching
 from finetune.generation.settings import may_share_a_batch, stop_on
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.launcher import RANK_0_SECONDS, Launch, speaks_for_ranks
-from finetune.launch.rendezvous import rendezvous
+from finetune.launch.rendezvous import TIME_FOR_RANK_0, rendezvous
 from finetune.measure.phases import give_back_cached_memory
 from finetune.model.build import attention_name
 from finetune.model.dtypes import COMPUTE
@@ -34,7 +34,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, strategy_of
 from finetune.recipe.strategy_fit import refuse_recipe
 from finetune.strategies.accelerator import build_accelerator, use_all_cores
-from finetune.strategies.assemble import WAITING, Assembled, assemble
+from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.machine import device_of, refuse_machine
 from finetune.strategies.pieces import Ranks, all_ranks
 from finetune.training.batch_plan import BatchPlan, plan_batches
@@ -87,7 +87,7 @@ def computing_ranks(recipe: Callable[[], Recipe], launch: Launch | None) -> Iter
         try:
             sharding = strategy if strategy.shards_parameters else None
             # Over gloo, and without an end: rank 0 may run a slow scorer while the others wait.
-            waiting = dist.new_group(backend="gloo", timeout=WAITING) if dist.is_initialized() else None
+            waiting = dist.new_group(backend="gloo", timeout=TIME_FOR_RANK_0) if dist.is_initialized() else None
             yield Computing(accelerator.device, all_ranks(waiting), accelerator, launch, sharding)
         finally:
             if strategy.uses_engine:

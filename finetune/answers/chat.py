@@ -20,6 +20,7 @@ from finetune.files import json_lines
 from finetune.finished_run import best_device, finished_run, load_adapted, load_whole
 from finetune.generation.generate import Sampling, answer
 from finetune.generation.settings import answering
+from finetune.model.build import decoder_parts
 from finetune.output_stream import one_line, without_controls
 from finetune.tokens.encoder import Encoder
 
@@ -95,7 +96,7 @@ class ChatSession:
                 torch.manual_seed(settings.seed)
             options: Any = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
             with answering(speaker.model), speaker.turn_off_adapter():
-                reply = answer(speaker.model, self.tokenizer, prompt, streamer=streamer, **options)
+                reply = answer(decoder_parts(speaker.model), self.tokenizer, prompt, streamer=streamer, **options)
         speaker.history[:] = [*turns, {"role": "assistant", "content": reply}]
         return reply
 

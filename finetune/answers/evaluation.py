@@ -340,7 +340,7 @@ class Scores:
     say: _Say
 
     def ask(self, model: Assembled, name: str, show: _Say) -> list[Answer]:
-        return generated_answers(model.unwrapped_model, self.tokenizer, self.scored_set, self.batching, show, self.say)
+        return generated_answers(model.decoder, self.tokenizer, self.scored_set, self.batching, show, self.say)
 
     def compare(self, base: list[Answer] | None, tuned: list[Answer]) -> QuestionResult:
         """Without the base's answers, the tuned model's scores alone."""

@@ -12,6 +12,7 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.finished_run import FinishedRun, fitting, models_of
 from finetune.generation.settings import end_tokens, without_settings
 from finetune.library_errors import library_errors
+from finetune.model.build import decoder_parts
 from finetune.wording import install_command
 
 
@@ -65,13 +66,13 @@ def task_figures(
     figures: dict[str, Any] = {"chat_template": templated}
     for which, model in models_of(run, device, with_loss=False):
         language_model = HFLM(pretrained=model, tokenizer=tokenizer, device=str(device))
-        figures[which] = {}
+        figures[which], decoder = {}, decoder_parts(model)
         for uses_template in (True, False):
             names = [name for name, uses in templated.items() if uses is uses_template]
             if not names:
                 continue
-            ends = {"eos_token_id": end_tokens(model, tokenizer) or None, "pad_token_id": tokenizer.pad_token_id}
-            with fitting(device, run), without_settings(model, **ends), library_errors(mistake):
+            ends = {"eos_token_id": end_tokens(decoder, tokenizer) or None, "pad_token_id": tokenizer.pad_token_id}
+            with fitting(device, run), without_settings(decoder, **ends), library_errors(mistake):
                 evaluation = simple_evaluate(
                     language_model,
                     tasks=names,

@@ -161,7 +161,7 @@ def sample_rows(
 
                     with fitting(device, writer, ranks.world):
                         answers = generated_answers(
-                            assembled.unwrapped_model,
+                            assembled.decoder,
                             writer.tokenizer,
                             scored_set,
                             batching,

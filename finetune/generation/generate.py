@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 
 from finetune.architecture.varlen_kernel import largest_setting
 from finetune.generation.settings import GREEDY, end_tokens, left_padded, without_settings
-from finetune.model.build import decoder_parts
 
 # Tokens of one batch, padding included, at least and at most: 256 MiB and 16 GiB of keys and values in the cache of
 # Llama-3.1-8B in bf16, [2, 32 layers, tokens, 8 heads, 128].
@@ -75,7 +79,7 @@ class Sampling:
 
 
 def answer(
-    model: nn.Module,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Sequence[int],
     *,
@@ -91,7 +95,7 @@ def answer(
 
 
 def greedy_answers(
-    model: nn.Module,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     *,
@@ -154,14 +158,14 @@ def prompt_batches(lengths: Sequence[int], new: int, most: int) -> list[range]:
     return batches
 
 
-def kept_bytes(model: nn.Module) -> int:
+def kept_bytes(model: PreTrainedModel) -> int:
     """Bytes that a token occupies while its row is answered: its keys and values in all layers, or a layer's widest
     activations if those are more.
 
     Llama-3.1-8B in bf16: 2 x 32 layers x 8 heads x 128 x 2 bytes = 131,072. A model whose configuration does not say
     how many heads its cache has is counted with all of them.
     """
-    config = decoder_parts(model).config.get_text_config()
+    config = model.config.get_text_config()
     heads = largest_setting(config, "num_attention_heads") or 1
     width = largest_setting(config, "head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
     width = width or -(-(largest_setting(config, "hidden_size") or 1) // heads)
@@ -169,15 +173,15 @@ def kept_bytes(model: nn.Module) -> int:
     return max(2 * (layers or 1) * (cached_heads or heads) * width * _element_size(model), activation_bytes(model))
 
 
-def activation_bytes(model: nn.Module) -> int:
+def activation_bytes(model: PreTrainedModel) -> int:
     """Bytes that a token occupies in a layer where nothing is kept for backward: four times its widest activation."""
-    config = decoder_parts(model).config.get_text_config()
+    config = model.config.get_text_config()
     widest = largest_setting(config, "intermediate_size") or 4 * (largest_setting(config, "hidden_size") or 1)
     return 4 * widest * _element_size(model)
 
 
-def _element_size(model: nn.Module) -> int:
-    embedding = decoder_parts(model).get_input_embeddings().weight
+def _element_size(model: PreTrainedModel) -> int:
+    embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
     return embedding.element_size()
 
@@ -200,10 +204,10 @@ def computing_device(model: nn.Module) -> torch.device:
 
 
 def _answers(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], **options: Any
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], **options: Any
 ) -> list[Answer]:
     """Each row's answer, up to the token that ends it. Later tokens only pad a row that ended before the others."""
-    generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009  # peft and transformers both have it
+    generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009  # of the mixin of the model's own class
     ends = end_tokens(model, tokenizer)
     with warnings.catch_warnings(), nullcontext() if options.get("do_sample") else without_settings(model):
         # The warning is about weights in host memory. Each forward gathers them on the GPU.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.by_document import first_parameter
@@ -248,7 +248,7 @@ class Batching:
     most_tokens: int = MOST_BATCH_TOKENS  # of one batch, with padding and answers; fewer after memory ran out
 
 
-def tokens_that_fit(model: nn.Module, device: torch.device, ranks: Ranks) -> int:
+def tokens_that_fit(model: PreTrainedModel, device: torch.device, ranks: Ranks) -> int:
     """Tokens of one batch whose cache fills half of the free memory, on the rank with the least.
 
     With 8 GB free Llama-3.1-8B gets 4e9 / 131,072 = 30,517 tokens.
@@ -258,7 +258,7 @@ def tokens_that_fit(model: nn.Module, device: torch.device, ranks: Ranks) -> int
 
 
 def generated_answers(
-    model: nn.Module,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     scored_set: ScoredSet,
     batching: Batching,
@@ -268,7 +268,7 @@ def generated_answers(
     sampling: Sampling | None = None,
     draws: Sequence[tuple[int, int]] = (),
 ) -> list[Answer]:
-    """The model's answers, in the order of the prompts, on every rank: greedy, or drawn. `model` is unwrapped.
+    """The model's answers, in the order of the prompts, on every rank: greedy, or drawn.
 
     Args:
         show: Receives the progress.

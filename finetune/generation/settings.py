@@ -65,16 +65,15 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[
 
 
 @contextmanager
-def without_settings(model: nn.Module, **settings: Any) -> Iterator[None]:
+def without_settings(model: PreTrainedModel, **settings: Any) -> Iterator[None]:
     """Within the block, the model has `settings` alone for its generation settings. generate() reads a base's own ones
     for whatever its caller leaves out."""
-    inner = decoder_parts(model)
-    own = inner.generation_config
-    inner.generation_config = GenerationConfig(**settings)
+    own = model.generation_config
+    model.generation_config = GenerationConfig(**settings)
     try:
         yield
     finally:
-        inner.generation_config = own
+        model.generation_config = own
 
 
 def stop_on(decoder: PreTrainedModel, stops: Iterable[int]) -> list[int]:
@@ -106,9 +105,9 @@ def _is_penalty(name: str, value: Any) -> bool:
     return name in PENALTIES and value is not None and value != PENALTIES[name]
 
 
-def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end an answer, from the tokenizer and the model's generation settings."""
-    return ends_by_settings(getattr(decoder_parts(model), "generation_config", None), tokenizer)
+    return ends_by_settings(getattr(model, "generation_config", None), tokenizer)
 
 
 def ends_by_settings(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:

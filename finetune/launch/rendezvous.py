@@ -25,6 +25,8 @@ from finetune.recipe.strategy import CONFIG_FOLDER
 from finetune.wording import counted
 
 _TIMEOUT_SECONDS = 1800  # gloo's default; NCCL's is 600
+# How long the ranks wait while rank 0 downloads or reads: longer than it takes. If it dies, the watchdog ends the job.
+TIME_FOR_RANK_0 = timedelta(days=7)
 _HINT_SECONDS = 60  # until the user is told for whom a rank waits
 
 

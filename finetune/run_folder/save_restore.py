@@ -197,11 +197,12 @@ def export_weights(
         weights: The trained weights by the model's own names, unsharded and in `export_dtype`.
     """
     folder, dtype, any_model = Path(recipe.run_dir), export_dtype(recipe), cast("Any", model)
+    decoder = decoder_parts(model)
     conversation = read_conversation(folder)
     stops: list[int] = []
     if conversation is not None:
         tokenizer, stops = conversation.applied_to(tokenizer), [*conversation.stops.values()]
-        stop_on(decoder_parts(model), stops)
+        stop_on(decoder, stops)
     if dtype is None:
         base = published_name(recipe.model.name_or_path)
         rests_on = recorded_base(folder) or base_identity(recipe.model)
@@ -213,15 +214,15 @@ def export_weights(
             base=base,
             section=recipe.model,
             rests_on=rests_on,
-            settings=_settings_with(stops, recipe, model),
+            settings=_settings_with(stops, recipe, decoder),
         )
     return export_model(any_model, weights, tokenizer, folder, dtype=dtype, section=recipe.model)
 
 
-def _settings_with(stops: Sequence[int], recipe: Recipe, model: torch.nn.Module) -> dict[str, Any] | None:
+def _settings_with(stops: Sequence[int], recipe: Recipe, decoder: PreTrainedModel) -> dict[str, Any] | None:
     """The base's generation settings with the training's stops, without penalties; None if they equal the base's."""
     own, file = own_end_tokens(recipe.model), base_file(recipe.model, GENERATION)
-    listed = read_object(file) if file else decoder_parts(model).generation_config.to_diff_dict()
+    listed = read_object(file) if file else cast("Any", decoder).generation_config.to_diff_dict()
     settings = without_penalties(listed)
     if set(stops) <= set(own) and settings == listed:
         return None

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +17,11 @@ from transformers import PreTrainedModel
 from finetune.architecture.own_layers.compute import compute_layers
 from finetune.errors import FinetuneError
 from finetune.launch.launcher import Launch
-from finetune.launch.rendezvous import collective_timeout
-from finetune.model.build import build_model, decoder_parts, structure_alone
+from finetune.launch.rendezvous import TIME_FOR_RANK_0, collective_timeout
+from finetune.model.build import build_model, decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
-from finetune.model.quantization import plain_quantized_weights, unpacked_weight
+from finetune.model.quantization import unpacked_weight
 from finetune.model.stored_structure import (
     StoredStructure,
     agree,
@@ -35,14 +32,11 @@ from finetune.model.stored_structure import (
 from finetune.output_stream import one_line
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
-from finetune.strategies.pieces import Piece, full_shape, gathered, local_part, reshard
+from finetune.strategies.pieces import Piece, all_ranks, full_shape, gathered, local_part, reshard
 
 if TYPE_CHECKING:
     from finetune.strategies.pipeline.layout import Parts
     from finetune.strategies.pipeline.schedule import Pipeline
-
-# How long the ranks wait for the one that reads: longer than it takes. If it dies, the watchdog ends the job.
-WAITING = timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -105,15 +99,14 @@ def assemble(
         agree_on_structure(recipe)
     if strategy.shards_modules:
         from finetune.strategies.fsdp import make_mesh, shard_model
-        from finetune.strategies.late_quantising import taken
+        from finetune.strategies.late_quantising import build_on_rank_0, make_plain
 
         mesh = mesh or make_mesh(strategy, accelerator.device, collective_timeout(recipe))
-        unwrapped = _build_on_rank_0(recipe, build, launch, accelerator.device)
+        unwrapped = build_on_rank_0(recipe, build, launch, accelerator.device)
         # The loop calls the decoder inside peft's model, because peft's own call would skip the hooks that gather
         # weights.
         decoder = decoder_parts(unwrapped)
-        late = taken(decoder)
-        plain_quantized_weights(unwrapped)
+        late = make_plain(decoder)
         compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
         compute = COMPUTE[recipe.training.mixed_precision]
         shard_model(decoder, strategy, mesh, accelerator.device, compute, late)
@@ -125,13 +118,16 @@ def assemble(
             group["params"] = parameters
         return Assembled(model, unwrapped, prepared, gathered_in=compute)
     if strategy.uses_engine:
-        return _under_zero(recipe, strategy, accelerator, build, launch)
-    if strategy.schedule is not None:
-        from finetune.strategies.pipeline.build import parts_of_recipe, staged
+        from finetune.strategies.zero import build_under_zero
 
-        parts = parts or parts_of_recipe(recipe)
+        unwrapped, engine, optimizer = build_under_zero(recipe, strategy, accelerator, build, launch)
+        compute = COMPUTE[recipe.training.mixed_precision]
+        return Assembled(engine, unwrapped, optimizer, gathered_in=compute, engine=engine)
+    if strategy.schedule is not None:
+        from finetune.strategies.pipeline.build import staged
+
         unwrapped, pipeline, optimizer = staged(recipe, strategy, accelerator, build, parts)
-        return Assembled(pipeline, unwrapped, accelerator.prepare(optimizer), pipeline=pipeline)
+        return Assembled(pipeline, unwrapped, optimizer, pipeline=pipeline)
     unwrapped = build(recipe, accelerator.device)
     compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
     model, optimizer = prepare_silenced(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
@@ -155,22 +151,21 @@ def agree_on_structure(recipe: Recipe) -> None:
 
     Raises FinetuneError on all ranks if files are incomplete, or if two machines have different files.
     """
-    section, group = recipe.model, dist.new_group(backend="gloo", timeout=WAITING)  # rank 0 may have to download them
+    section, group = recipe.model, dist.new_group(backend="gloo", timeout=TIME_FOR_RANK_0)
+    ranks, structure, refusal = all_ranks(group), None, ""
     try:
-        structure, refusal = None, ""
-        if dist.get_rank() == 0:
+        if ranks.rank == 0:
             fetch_weights(section)
             structure, refusal = _structure_seen(recipe)
-        shared, refusal = _broadcast_from_rank_0((structure, refusal), group)
-        if not refusal and dist.get_rank() != 0:
+        shared, refusal = ranks.gather((structure, refusal))[0]
+        if not refusal and ranks.rank != 0:
             structure, refusal = _structure_seen(recipe)
             if not refusal and structure is not None and shared is not None and structure.digest != shared.digest:
                 refusal = (
                     f"model.name_or_path: {one_line(section.name_or_path)}: its files here have other tensors than "
                     "those that rank 0 sees; give all machines the same files"
                 )
-        refusals: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(refusals, refusal, group=group)
+        refusals: list[str] = ranks.gather(refusal)
     finally:
         dist.destroy_process_group(group)
     if first := next(filter(None, refusals), None):
@@ -188,99 +183,6 @@ def _structure_seen(recipe: Recipe) -> tuple[StoredStructure | None, str]:
     except FinetuneError as error:
         return None, str(error)
     return structure, ""
-
-
-def _under_zero(
-    recipe: Recipe,
-    strategy: Strategy,
-    accelerator: Accelerator,
-    build: Callable[..., nn.Module],
-    launch: Launch | None,
-) -> Assembled:
-    """The engine keeps float32 masters, so the model is loaded in the number format that it computes in.
-
-    Under ZeRO-3 transformers shards each tensor while it loads, rank 0 alone reading. It refuses to quantise then, so
-    a base in 4 bits is loaded unsharded, by rank 0 alone, and quantised and sharded one tensor at a time.
-    """
-    from finetune.model.optimizers.rounded_adamw import RoundedAdamW, places_of
-    from finetune.strategies.late_quantising import filled_one_by_one, waits_for_sharding
-    from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, partition, prepare_zero
-    from finetune.strategies.zero_state import flat_ranges
-
-    plugin = accelerator.state.deepspeed_plugin
-    config = plugin.deepspeed_config
-    dtype = engine_dtype(config)
-    fit_swap(plugin, lambda: structure_alone(recipe, dtype), accelerator.num_processes)
-    if strategy.shards_parameters and recipe.quantization is not None:
-        with loading_unsharded(plugin):
-            unwrapped = _build_on_rank_0(recipe, build, launch, accelerator.device, dtype=dtype)
-        if waits_for_sharding(unwrapped):
-            partition(filled_one_by_one(unwrapped, accelerator.device, dtype), config)
-    else:
-        unwrapped = build(recipe, accelerator.device, dtype=dtype)
-    inside = f"{strategy.name} gathers weights inside of it" if strategy.shards_parameters else None
-    compute_layers(unwrapped, unpacked_weight, adapters_by_peft=inside)
-    optimizer = make_optimizer(unwrapped, recipe)
-    of = places_of(optimizer) if isinstance(optimizer, RoundedAdamW) else {}
-    places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
-    engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
-    if isinstance(optimizer, RoundedAdamW):
-        optimizer.round_as(flat_ranges(engine, places))
-    compute = COMPUTE[recipe.training.mixed_precision]
-    return Assembled(engine, unwrapped, prepared, gathered_in=compute, engine=engine)
-
-
-def _build_on_rank_0(
-    recipe: Recipe, build: Callable[..., nn.Module], launch: Launch | None, quantise_on: torch.device, **options: Any
-) -> nn.Module:
-    """The model, with its weights on rank 0 and without elsewhere, and rank 0's generation settings on all.
-
-    When rank 0 fails, so do all.
-    """
-    model, failure = None, None
-    if recipe.quantization is not None:
-        from finetune.strategies.late_quantising import load_unquantised
-
-        options["load"] = partial(load_unquantised, quantise_on=quantise_on)
-    with waiting_for_rank_0(recipe, launch) as group:
-        try:
-            model = build(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"), **options)
-        except FinetuneError as error:
-            failure = error
-        refusal = _broadcast_from_rank_0(None if failure is None else (type(failure), str(failure)), group)
-    if refusal is not None:
-        kind, text = refusal
-        raise kind(text)
-    if failure is not None:
-        raise failure
-    assert model is not None
-    decoder = decoder_parts(model)
-    decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
-    return model
-
-
-@contextmanager
-def waiting_for_rank_0(recipe: Recipe, launch: Launch | None) -> Iterator[dist.ProcessGroup | None]:
-    """A group to wait in while rank 0 opens a base that will be quantised.
-
-    That takes seconds, because no weight is read then. It takes minutes if the files have another number format than
-    the recipe, and the ranks' own group may give up. Gloo waits without spinning on a core.
-    """
-    if recipe.quantization is None or launch is None:
-        yield None
-        return
-    group = dist.new_group(backend="gloo", timeout=WAITING)
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group(group)
-
-
-def _broadcast_from_rank_0(thing: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's object, on every rank; pickled, but only between ranks of one program."""
-    things = [thing]
-    dist.broadcast_object_list(things, src=0, group=group)
-    return things[0]
 
 
 def prepare_silenced(accelerator: Accelerator, *parts: Any) -> Any:

@@ -30,7 +30,8 @@ from finetune.strategies.pieces import row_range, shard_count
 SHARDS = "shards"  # the mesh dimension over which a tensor is sharded
 COPIES = "copies"  # HSDP: the dimension over which the shards are replicated
 
-Late = Callable[[torch.device], dict[str, Tensor]]  # makes tensors, by their names, on a device
+# Makes a weight and its buffers, by their names, on a device. None: nothing is to be made.
+Late = Callable[[torch.device], dict[str, Tensor]] | None
 
 
 def make_mesh(strategy: Strategy, device: torch.device, timeout: timedelta | None = None) -> DeviceMesh:
@@ -186,8 +187,9 @@ def _fill(
     """Replace shards on meta by real ones: rank 0 splits each tensor, sends every rank its shard and lets go of it."""
     for name, parameter in list(model.named_parameters()):
         assert isinstance(parameter, DTensor), f"{name} was not sharded"
-        if name in late:
-            full |= late.pop(name)(device)
+        if (make := late.pop(name, None)) is not None:
+            full |= make(device)
+            del make  # and with it the weight's source
         local = _scattered(parameter, full.pop(name, None), device)
         sharded = DTensor.from_local(
             local,

@@ -1,9 +1,10 @@
 """4-bit weights that are quantised one by one, on a rank's device, just before each is sharded.
 
-Rank 0 maps the base's files into memory, and 4-bit layers hold the files' values. When an engine shards a weight, it is
-read, moved to the device and quantised there, whole, because double quantisation subtracts the mean over all scales. So
-host memory holds one weight at a time: for 70B 0.5 GB in bfloat16 instead of 35 GB packed. And no rank waits in a
-collective for longer than one weight takes.
+Rank 0 alone has the base's weights (`build_on_rank_0`, which FSDP2 calls for plain weights too). It maps the files into
+memory, and 4-bit layers hold the files' values. When an engine shards a weight, it is read, moved to the device and
+quantised there, whole, because double quantisation subtracts the mean over all scales. So host memory holds one weight
+at a time: for 70B 0.5 GB in bfloat16 instead of 35 GB packed. And no rank waits in a collective for longer than one
+weight takes.
 
 Pages of a mapped file count as the process's while any tensor from that file is not yet sharded, although the kernel
 takes them back when it needs them. Some weights are read into host memory at once: those not stored in the recipe's
@@ -13,7 +14,8 @@ takes them back when it needs them. Some weights are read into host memory at on
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,16 +25,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Conv1D, PreTrainedModel
 
+from finetune.errors import FinetuneError
+from finetune.launch.launcher import Launch
+from finetune.launch.rendezvous import TIME_FOR_RANK_0
 from finetune.model.adapter_targets import has_experts
-from finetune.model.build import bitsandbytes_config, check_quantized, configuration, load_base
+from finetune.model.build import (
+    bitsandbytes_config,
+    check_quantized,
+    configuration,
+    decoder_parts,
+    load_base,
+)
 from finetune.model.quantization import (
     correct_on_cpu,
-    empty_quant_state,
     hollow_weight,
     named_quantized_layers,
     packing_settings,
+    plain_quantized_weights,
     quantize_structure,
-    quantized_layers,
     state_tensors,
 )
 from finetune.recipe.schema import Recipe
@@ -109,75 +119,112 @@ def _ready(module: nn.Module) -> nn.Module:
     return made
 
 
-def waits_for_sharding(model: nn.Module) -> bool:
-    """Whether 4-bit weights have yet to be spread over the ranks; the same on each of them. A planner's are plain."""
-    return any(not hasattr(layer, "packing") for layer in quantized_layers(model))
+def build_on_rank_0(
+    recipe: Recipe, build: Callable[..., nn.Module], launch: Launch | None, quantise_on: torch.device, **options: Any
+) -> nn.Module:
+    """The model, with its weights on rank 0 and without elsewhere, and rank 0's generation settings on all.
 
-
-def taken(model: nn.Module) -> dict[str, Late]:
-    """Take the weights that wait to be quantised out of this model, by name. Its layers then look like those on ranks
-    without weights.
-
-    Each function quantises one weight. It returns the packed weight and the buffers, by name, that
-    `plain_quantized_weights` makes from its QuantState.
+    When rank 0 fails, so do all.
     """
-    result: dict[str, Late] = {}
+    model, failure = None, None
+    if recipe.quantization is not None:
+        options["load"] = partial(load_unquantised, quantise_on=quantise_on)
+    with waiting_for_rank_0(recipe, launch) as group:
+        try:
+            model = build(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"), **options)
+        except FinetuneError as error:
+            failure = error
+        refusal = _broadcast_from_rank_0(None if failure is None else (type(failure), str(failure)), group)
+    if refusal is not None:
+        kind, text = refusal
+        raise kind(text)
+    if failure is not None:
+        raise failure
+    assert model is not None
+    decoder = decoder_parts(model)
+    decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
+    return model
+
+
+@contextmanager
+def waiting_for_rank_0(recipe: Recipe, launch: Launch | None) -> Iterator[dist.ProcessGroup | None]:
+    """A group to wait in while rank 0 opens a base that will be quantised.
+
+    That takes seconds, because no weight is read then. It takes minutes if the files have another number format than
+    the recipe, and the ranks' own group may give up. Gloo waits without spinning on a core.
+    """
+    if recipe.quantization is None or launch is None:
+        yield None
+        return
+    group = dist.new_group(backend="gloo", timeout=TIME_FOR_RANK_0)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _broadcast_from_rank_0(thing: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's object, on every rank; pickled, but only between ranks of one program."""
+    things = [thing]
+    dist.broadcast_object_list(things, src=0, group=group)
+    return things[0]
+
+
+def make_plain(model: nn.Module) -> dict[str, Late]:
+    """Make 4-bit weights plain (model/quantization.py), in place. Call it after peft.
+
+    Returns these weights by name. If a weight waits to be quantised, its function does so, and returns the packed
+    weight and its buffers, by name. None: it is packed already, or only rank 0 has it. Empty for a planner, whose
+    weights are plain from the start.
+    """
+    late: dict[str, Late] = {}
     for path, layer in named_quantized_layers(model):
+        if hasattr(layer, "packing"):
+            continue
         waiting = layer.__dict__.pop("unquantised", None)
         if waiting is not None:
             layer.weight = waiting.on_meta()
-            result[f"{path}.weight"] = partial(waiting.plain, path)
-    return result
+        late[f"{path}.weight"] = waiting and partial(waiting.plain, path)
+    plain_quantized_weights(model)
+    return late
 
 
-def filled_one_by_one(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[nn.Parameter]:
+def filled_one_by_one(
+    model: nn.Module, late: dict[str, Late], device: torch.device, dtype: torch.dtype
+) -> Iterator[nn.Parameter]:
     """The model's frozen parameters, filled one at a time, for an engine that shards each parameter as it gets it.
 
     Every rank iterates. Only rank 0 has weights, in host memory; other ranks have meta tensors. A frozen parameter is
     yielded on `device`, with rank 0's values there and any values elsewhere, because the engine broadcasts what it
-    shards. Trained parameters, buffers and QuantStates are the same on every rank afterwards, trained ones in host
-    memory.
+    shards. Trained parameters and buffers are the same on every rank afterwards, trained ones in host memory.
 
     Args:
+        late: From `make_plain`. It is empty afterwards, so that nothing keeps the weights' sources.
         dtype: For weights that are neither packed nor trained.
     """
-    layers = {f"{path}.weight": layer for path, layer in named_quantized_layers(model)}
     with ties_kept(model):
         for name, parameter in list(model.named_parameters()):
-            if name in layers:
-                filled = _filled_layer(layers[name], device)
-            elif parameter.requires_grad:
-                values = _broadcast(parameter.detach(), device).cpu()
-                filled = nn.Parameter(values, requires_grad=True)
-            else:
-                to = parameter.dtype if parameter.dtype in (torch.uint8, torch.int8) else dtype
-                filled = nn.Parameter(_moved(parameter.detach(), device, to), requires_grad=False)
-            replace_tensor(model, name, filled)
-            if not filled.requires_grad:
-                yield filled
+            if parameter.requires_grad:
+                replace_tensor(model, name, nn.Parameter(_broadcast(parameter.detach(), device).cpu()))
+                continue
+            _fill_frozen(model, name, late, device, dtype)
+            yield model.get_parameter(name)
     for name, buffer in list(model.named_buffers()):
         replace_tensor(model, name, _broadcast(buffer, device))
-    correct_on_cpu(model)
 
 
-def _filled_layer(layer: Any, device: torch.device) -> Any:
-    """A 4-bit layer's parameter on the device, quantised by rank 0, with rank 0's QuantState."""
-    from bitsandbytes.nn import Params4bit  # type: ignore[attr-defined]  # which is typed in part
-
-    layer.support_avx512bf16_for_cpu = False
-    weight = layer.weight
-    if weight.device.type == "meta":
-        packed = torch.empty_like(hollow_weight(weight), device=device)
-        state = empty_quant_state(weight, device)
-        settings = packing_settings(weight) | {"bnb_quantized": True, "quant_state": state}
-        weight = Params4bit(packed, requires_grad=False, **settings)
-    else:
-        waiting = layer.__dict__.pop("unquantised", None)
-        weight = weight.to(device) if waiting is None else waiting.quantised(device)  # the first: stored in 4 bits
-    for _, tensor in state_tensors(weight.quant_state):
-        dist.broadcast(tensor, src=0)
-    layer.quant_state = weight.quant_state
-    return weight
+def _fill_frozen(model: nn.Module, name: str, late: dict[str, Late], device: torch.device, dtype: torch.dtype) -> None:
+    """Put one frozen parameter on the device, quantised now if it waits. A function by itself, so that no name keeps
+    the values that the engine shards."""
+    values = model.get_parameter(name).detach()
+    if name in late or values.dtype in (torch.uint8, torch.int8):
+        dtype = values.dtype
+    if (make := late.pop(name, None)) is not None:
+        buffers = make(device)
+        values = buffers.pop(name)
+        for place, tensor in buffers.items():
+            replace_tensor(model, place, tensor)
+    replace_tensor(model, name, nn.Parameter(_moved(values, device, dtype), requires_grad=False))
 
 
 def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

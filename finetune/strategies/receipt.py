@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import peft  # noqa: F401  # early, so that the tensors it allocates are not measured
@@ -22,6 +23,7 @@ from finetune.architecture.own_layers.lora_linear import OWN, PACKED, computed_b
 from finetune.architecture.own_layers.norm_and_gate import norms_and_gates, tiled_mlps
 from finetune.architecture.recomputation import keeps_products
 from finetune.errors import EnvironmentMismatch
+from finetune.files import write_json
 from finetune.model.adapter_targets import (
     base_path,
     describe_reach,
@@ -87,7 +89,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
             "frozen": _dtypes(frozen),
             "compute": cast_to or _dtypes(parameter for parameter in frozen or trained if id(parameter) not in packed),
             "reduce": reduced,
-            "optimizer_state": None,  # read off the state, once there is one: add_optimizer_state
+            "optimizer_state": None,  # read off the state, once there is one: Receipt.add_optimizer_state
         },
         "parameters": {
             "trained": sum(full_numel(parameter) for parameter in trained),
@@ -169,30 +171,44 @@ def sharding_facts(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def add_optimizer_state(
-    recipe: Recipe, strategy: Strategy, receipt: dict[str, Any], elements: Counter[str], ranks: int
-) -> None:
-    """Note the optimizer state's formats, and how much of it this rank holds.
+class Receipt:
+    """receipt.json, which grows while the run is built and trained. Every rank holds its content, rank 0 writes it."""
 
-    8 bits are for tensors with 4,096 elements or more. Small adapters may have none; the receipt then says float32.
-    `optimizer` counts this rank's elements of moments in each format.
+    def __init__(self, recipe: Recipe, strategy: Strategy, content: dict[str, Any], *, writes: bool) -> None:
+        self._recipe, self._strategy, self._writes, self.content = recipe, strategy, writes, content
 
-    Raises EnvironmentMismatch if the number format, or the share under ZeRO, is not as asked for.
-    """
-    training, dtypes, spec = recipe.training, formats(elements), OPTIMIZERS[recipe.training.optim]
-    requested = spec.state_dtypes("bfloat16" if training.pure_bf16 else "float32")
-    if not set(dtypes.split(", ")) <= set(requested):
-        raise EnvironmentMismatch(
-            f"training.optim: state of {training.optim} in {' or '.join(requested)} was asked for, it is {dtypes}"
-        )
-    share = elements.total() / (len(spec.moments) * receipt["parameters"]["trained"])
-    if strategy.uses_engine and ranks > 1 and share > 0.9:
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.name} shards optimizer state, this rank holds {share:.0%}"
-        )
-    receipt["dtypes"]["optimizer_state"] = dtypes
-    receipt["optimizer"]["state_elements"] = dict(elements)
-    receipt["sharding"]["optimizer_share"] = share
+    def write(self) -> None:
+        if self._writes:
+            write_json(Path(self._recipe.run_dir) / "receipt.json", self.content)
+
+    def add(self, section: str, facts: dict[str, Any]) -> None:
+        """Add or replace a section, and write the receipt."""
+        self.content[section] = facts
+        self.write()
+
+    def add_optimizer_state(self, elements: Counter[str]) -> None:
+        """Note the optimizer state's formats, and how much of it this rank holds.
+
+        8 bits are for tensors with 4,096 elements or more. Small adapters may have none; the receipt then says float32.
+        `elements` counts this rank's elements of moments in each format.
+
+        Raises EnvironmentMismatch if the number format, or the share under ZeRO, is not as asked for.
+        """
+        training, dtypes, spec = self._recipe.training, formats(elements), OPTIMIZERS[self._recipe.training.optim]
+        requested = spec.state_dtypes("bfloat16" if training.pure_bf16 else "float32")
+        if not set(dtypes.split(", ")) <= set(requested):
+            raise EnvironmentMismatch(
+                f"training.optim: state of {training.optim} in {' or '.join(requested)} was asked for, it is {dtypes}"
+            )
+        share = elements.total() / (len(spec.moments) * self.content["parameters"]["trained"])
+        if self._strategy.uses_engine and self.content["world_size"] > 1 and share > 0.9:
+            raise EnvironmentMismatch(
+                f"accelerate_config: {self._strategy.name} shards optimizer state, this rank holds {share:.0%}"
+            )
+        self.content["dtypes"]["optimizer_state"] = dtypes
+        self.content["optimizer"]["state_elements"] = dict(elements)
+        self.content["sharding"]["optimizer_share"] = share
+        self.write()
 
 
 def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:

@@ -20,13 +20,19 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.architecture.by_document import first_parameter, run_document_by_document
-from finetune.model.quantization import packed_experts
+from finetune.architecture.own_layers.compute import compute_layers
+from finetune.launch.launcher import Launch
+from finetune.model.build import structure_alone
+from finetune.model.optimizer import make_optimizer
+from finetune.model.optimizers.rounded_adamw import RoundedAdamW, places_of
+from finetune.model.quantization import packed_experts, unpacked_weight
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.engine_keys import INITIAL_SCALE_POWER
 from finetune.recipe.strategy import Strategy
+from finetune.strategies.late_quantising import build_on_rank_0, filled_one_by_one, make_plain
 from finetune.strategies.pieces import full_numel, full_shape
 from finetune.strategies.zero_requirements import silenced_deepspeed
-from finetune.strategies.zero_state import load_masters
+from finetune.strategies.zero_state import flat_ranges, load_masters
 
 # Elements of one reduction: smaller ones are bound by latency, larger ones are not faster.
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 2**26
@@ -212,6 +218,41 @@ class EngineScaler:
             self._own.cur_scale, self._own.cur_iter = state["scale"], state["iteration"]
             self._own.last_overflow_iter = state["overflow"]
             self._own.cur_hysteresis = state.get("hysteresis", self._own.delayed_shift)
+
+
+def build_under_zero(
+    recipe: Recipe,
+    strategy: Strategy,
+    accelerator: Accelerator,
+    build: Callable[..., nn.Module],
+    launch: Launch | None,
+) -> tuple[nn.Module, Any, Any]:
+    """The model, the engine around it and the engine's optimizer. Raises what `build` raises, on all ranks.
+
+    The engine keeps float32 masters, so the model is loaded in the number format that it computes in.
+
+    Under ZeRO-3 transformers shards each tensor while it loads, rank 0 alone reading. It refuses to quantise then, so
+    a base in 4 bits is loaded unsharded, by rank 0 alone, and quantised and sharded one tensor at a time.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    config = plugin.deepspeed_config
+    dtype = engine_dtype(config)
+    fit_swap(plugin, lambda: structure_alone(recipe, dtype), accelerator.num_processes)
+    if strategy.shards_parameters and recipe.quantization is not None:
+        with loading_unsharded(plugin):
+            unwrapped = build_on_rank_0(recipe, build, launch, accelerator.device, dtype=dtype)
+        if late := make_plain(unwrapped):
+            partition(filled_one_by_one(unwrapped, late, accelerator.device, dtype), config)
+    else:
+        unwrapped = build(recipe, accelerator.device, dtype=dtype)
+    inside = f"{strategy.name} gathers weights inside of it" if strategy.shards_parameters else None
+    compute_layers(unwrapped, unpacked_weight, adapters_by_peft=inside)
+    optimizer = make_optimizer(unwrapped, recipe)
+    places = places_of(optimizer, unwrapped)
+    engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
+    if isinstance(optimizer, RoundedAdamW):
+        optimizer.round_as(flat_ranges(engine, places))
+    return unwrapped, engine, prepared
 
 
 def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:

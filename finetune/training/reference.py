@@ -18,7 +18,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from finetune.architecture.compiled.layers import CompiledLayers, compile_as_asked
 from finetune.architecture.flash_kernels import choose_flash_kernel, widest_head
@@ -220,7 +221,7 @@ def _computed(
     They stay on the device until the last one is computed, so that the device never waits for the host.
     """
     values = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    forwards = replace(forwards, plan=_with_more_rows(forwards, assembled.unwrapped_model))
+    forwards = replace(forwards, plan=_with_more_rows(forwards, assembled.decoder))
     rows = _all_units(forwards)
     groups = forwards.plan.groups(rows, np.arange(len(rows)))
     units = rows.units(np.arange(len(rows)))
@@ -245,7 +246,7 @@ def _computed(
     return ReferenceValues(**{name: _summed(forwards.accelerator, array) for name, array in values.items()})
 
 
-def _with_more_rows(forwards: Forwards, unwrapped: nn.Module) -> BatchPlan:
+def _with_more_rows(forwards: Forwards, decoder: PreTrainedModel) -> BatchPlan:
     """The plan with up to MORE_ROWS times the rows in a micro-batch, since nothing is kept for backward.
 
     At most half of the free memory is planned for, on the rank with the least, so the pass stays below what is free
@@ -255,7 +256,7 @@ def _with_more_rows(forwards: Forwards, unwrapped: nn.Module) -> BatchPlan:
     plan, ranks = forwards.plan, all_ranks()
     longest = plan.capacity or max(int(rows.lengths.max()) for rows in (forwards.train, *forwards.held_out))
     tokens = plan.per_device_batch_size * longest
-    room = memory_of(forwards.accelerator.device).free // 2 // activation_bytes(unwrapped)
+    room = memory_of(forwards.accelerator.device).free // 2 // activation_bytes(decoder)
     times = max(1, min(MORE_ROWS, *ranks.gather(room // tokens)))
     return replace(plan, per_device_batch_size=times * plan.per_device_batch_size)
 

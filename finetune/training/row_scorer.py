@@ -31,7 +31,7 @@ class RowScorer:
 
     def score(self, step: int) -> dict[str, Any]:
         """Answer with the weights after `step` steps, and write the line. Every rank calls it. Returns the line."""
-        agreed, accelerator, model = self.agreed, self.parts.accelerator, self.assembled.unwrapped_model
+        agreed, accelerator, model = self.agreed, self.parts.accelerator, self.assembled.decoder
         pipeline, terminal, scored_set = self.assembled.pipeline, self.output.terminal, agreed.scored
         assert scored_set is not None
         batching = Batching(

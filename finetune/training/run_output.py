@@ -1,23 +1,20 @@
-"""Rank 0's output during a run: receipt, metrics, samples, the open page, trackers, the copy on a storage.
+"""Rank 0's output during a run: metrics, samples, the open page, trackers, the copy on a storage.
 
-Every rank has these objects, so that no caller asks for its rank. On other ranks they do nothing.
+Every rank has this object, so that no caller asks for its rank. On other ranks it does nothing.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.files import append_lines, write_json
+from finetune.files import append_lines
 from finetune.measure.metrics import Terminal
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import Strategy
 from finetune.run_folder.folder import mark_step
-from finetune.strategies.receipt import add_optimizer_state
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -112,24 +109,3 @@ class RunOutput:
         """Send the checkpoint of this step to the storage, in the background; the best one too if it lacks it."""
         if self.mirror is not None and self._writes:
             self.mirror.push(step, best)
-
-
-class Receipt:
-    """receipt.json, which grows while the run is built and trained. Every rank holds its content, rank 0 writes it."""
-
-    def __init__(self, recipe: Recipe, strategy: Strategy, content: dict[str, Any], *, writes: bool) -> None:
-        self._recipe, self._strategy, self._writes, self.content = recipe, strategy, writes, content
-
-    def write(self) -> None:
-        if self._writes:
-            write_json(Path(self._recipe.run_dir) / "receipt.json", self.content)
-
-    def add(self, section: str, facts: dict[str, Any]) -> None:
-        """Add or replace a section, and write the receipt."""
-        self.content[section] = facts
-        self.write()
-
-    def add_optimizer_state(self, elements: Counter[str]) -> None:
-        """Add the elements of optimizer state that this rank holds. Raises EnvironmentMismatch: not as asked for."""
-        add_optimizer_state(self._recipe, self._strategy, self.content, elements, self.content["world_size"])
-        self.write()

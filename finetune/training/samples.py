@@ -60,7 +60,7 @@ def write_samples(agreed: Agreed, run: Run, parts: Assembled, *, when: str, step
         terminal.log(cost_in_words(len(prompts), batches * new, new, staged=pipeline is not None) + again)
     batching = Batching(shared, accelerator.device, all_ranks() if sharded else Ranks(), sharded, pipeline is not None)
     questions = ScoredSet("the prompts", list(prompts), [], [], new)
-    model, begun = parts.unwrapped_model, f"samples {when} training: "
+    model, begun = parts.decoder, f"samples {when} training: "
     with run.parts.weights.cast(), pipeline.answering(model) if pipeline else nullcontext():
         answers = generated_answers(
             model, agreed.tokenizer, questions, batching, lambda text: terminal.progress(begun + text), terminal.log

@@ -55,15 +55,15 @@ from finetune.run_folder.trained_tensors import describe_change, refuse_unchange
 from finetune.strategies.accelerator import build_accelerator, load_scaler_state, use_all_cores
 from finetune.strategies.assemble import Assembled, assemble, check_vocabulary
 from finetune.strategies.pieces import all_ranks
-from finetune.strategies.receipt import computed_layers, describe, write_receipt
+from finetune.strategies.receipt import Receipt, computed_layers, describe, write_receipt
 from finetune.training.agreement import Agreed, own_choices, refuse_apart, settle_choices
 from finetune.training.cast_weights import cast_weights
-from finetune.training.held_state import planned_save, remove_temporary
+from finetune.training.held_state import planned_save
 from finetune.training.loop import take_steps
 from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained
 from finetune.training.objectives import objective_of
 from finetune.training.run import Checkpoints, Forwards, Run, StepParts, steps_of
-from finetune.training.run_output import Receipt, RunOutput
+from finetune.training.run_output import RunOutput
 from finetune.training.samples import look_before, write_samples
 from finetune.training.start import Start
 from finetune.training.watchdog import Progress, watchdog
@@ -404,12 +404,8 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
         for name, facts in computed_layers(accelerator, built.assembled).items():
             receipt.add(name, facts)
 
-    try:
-        with built.kernel.active(), deterministic_algorithms(deterministic, device):
-            worst = worst_step_first(run, built.assembled, ranks)
-    finally:
-        if agreed.writes:
-            remove_temporary(agreed.recipe)
+    with built.kernel.active(), deterministic_algorithms(deterministic, device):
+        worst = worst_step_first(run, built.assembled, ranks)
     measured |= worst.phases
     give_back_freed_memory()
     give_back_cached_memory(device)

@@ -32,7 +32,7 @@ from finetune.strategies.pieces import Ranks
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
-from finetune.training.held_state import hold_state
+from finetune.training.held_state import hold_state, remove_temporary
 from finetune.training.objectives import ChosenRows
 from finetune.training.run import Forwards, Run
 from finetune.training.step import optimizer_step
@@ -82,27 +82,31 @@ def worst_step_first(run: Run, assembled: Assembled, ranks: Ranks) -> WorstStep:
     scaler = scaler_state(run.parts.accelerator)
     device, strategy = run.parts.accelerator.device, run.parts.strategy
     on_host = device.type != "cuda" or (strategy is not None and strategy.offloaded)
-    held = hold_state(run.recipe, assembled, ranks, on_host=on_host)
-    saved = time.perf_counter()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout seeds the generators
-        run.output.terminal.progress("worst step first: a step on the longest rows")
-        with run.parts.phases.measured() as phases:
-            with run.parts.phases("state"):
-                # The moments are resident during every later step, so allocate them here too. DeepSpeed's engines
-                # have theirs from the start. The flag of an optimizer that can refuse an update stays as well.
-                if run.parts.accelerator.distributed_type != DistributedType.DEEPSPEED:
-                    allocate_optimizer_state(run.parts.optimizer)
-                if updates_on_device(run.parts.accelerator, run.parts.optimizer):
-                    keep_refusal_flag(run.parts.optimizer, device)
-            tokens = _step(run)
-        if run.eval_rows is not None:
-            run.output.terminal.progress("worst step first: evaluating the longest held-out rows")
-            _evaluate(run, run.eval_rows)
-    stepped = time.perf_counter()
-    run.output.terminal.progress("worst step first: restoring weights and optimizer state")
-    held.restore()
-    load_scaler_state(run.parts.accelerator, scaler)
-    restored = time.perf_counter()
+    try:
+        held = hold_state(run.recipe, assembled, ranks, on_host=on_host)
+        saved = time.perf_counter()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout seeds the generators
+            run.output.terminal.progress("worst step first: a step on the longest rows")
+            with run.parts.phases.measured() as phases:
+                with run.parts.phases("state"):
+                    # The moments are resident during every later step, so allocate them here too. DeepSpeed's engines
+                    # have theirs from the start. The flag of an optimizer that can refuse an update stays as well.
+                    if run.parts.accelerator.distributed_type != DistributedType.DEEPSPEED:
+                        allocate_optimizer_state(run.parts.optimizer)
+                    if updates_on_device(run.parts.accelerator, run.parts.optimizer):
+                        keep_refusal_flag(run.parts.optimizer, device)
+                tokens = _step(run)
+            if run.eval_rows is not None:
+                run.output.terminal.progress("worst step first: evaluating the longest held-out rows")
+                _evaluate(run, run.eval_rows)
+        stepped = time.perf_counter()
+        run.output.terminal.progress("worst step first: restoring weights and optimizer state")
+        held.restore()
+        load_scaler_state(run.parts.accelerator, scaler)
+        restored = time.perf_counter()
+    finally:
+        if ranks.rank == 0:
+            remove_temporary(run.recipe)
     peak = max(peak_bytes(device), *(phase.peak_bytes for phase in phases.values()))
     seconds = stepped - saved, (saved - began) + (restored - stepped)
     return WorstStep(tokens, *seconds, peak, phases, peak_of(device), held.nbytes)

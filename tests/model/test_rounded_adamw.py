@@ -173,10 +173,8 @@ def test_a_flat_tensor_of_several_weights_is_rounded_as_they_are() -> None:
     flat = nn.Parameter(torch.cat([some(30)[20:], some(30, seed=1)[:12], torch.ones(5).bfloat16()]))
     flat.grad = torch.cat([gradients[0][20:], gradients[1][:12], torch.ones(5).bfloat16()])
     by_engine = RoundedAdamW(weights, seed=1, **SETTINGS)
-    places = places_of(by_engine)
-    by_engine.round_as(
-        [(flat, Range(places[id(weights[0])], 20, 0, 10)), (flat, Range(places[id(weights[1])], 0, 10, 22))]
-    )
+    places = places_of(by_engine, nn.ParameterList(weights))
+    by_engine.round_as([(flat, Range(places["0"], 20, 0, 10)), (flat, Range(places["1"], 0, 10, 22))])
     by_engine.param_groups[0]["params"] = [flat]
     optimizer.step()
     by_engine.step()

@@ -23,7 +23,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.model.build import build_model, load_base
 from finetune.model.quantization import quantized_layers
 from finetune.recipe.schema import Recipe
-from finetune.strategies.late_quantising import Unquantised, load_unquantised, state_tensors, waits_for_sharding
+from finetune.strategies.late_quantising import Unquantised, load_unquantised, state_tensors
 from tests.support.models.tiny import flat_batch, save_tiny, tiny_model
 from tests.support.runs.one_rank import HERE, one_rank
 from tests.support.runs.recipes import least_recipe
@@ -119,7 +119,6 @@ def test_a_base_that_is_stored_in_4_bits_is_loaded_as_it_is(tmp_path: Path) -> N
 def test_what_waits_holds_the_file_and_no_packed_weight(tmp_path: Path) -> None:
     recipe = quantised(save_tiny(tmp_path / "base"), tmp_path, "fsdp2")
     model = load_unquantised(recipe, CPU)
-    assert waits_for_sharding(model)
     layers = list(quantized_layers(model))
     assert len(layers) == 14
     for layer in layers:

@@ -16,8 +16,7 @@ from torch import nn
 
 from finetune.errors import FinetuneError
 from finetune.recipe.schema import Recipe
-from finetune.strategies import assemble as assembling
-from finetune.strategies.late_quantising import load_unquantised
+from finetune.strategies import late_quantising
 from tests.support.models.tiny import tiny_model
 from tests.support.runs.launching import ALONE
 from tests.support.runs.recipes import least_recipe
@@ -33,7 +32,7 @@ def rank_main(rank: int, folder: Path, results: Any) -> None:
     store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]  # exported, though not by mypy's rules
 
     def build(_: Recipe, device: torch.device, load: Any) -> nn.Module:
-        assert (device.type, load.func) == ("meta" if rank else "cpu", load_unquantised)
+        assert (device.type, load.func) == ("meta" if rank else "cpu", late_quantising.load_unquantised)
         if rank == 0:
             time.sleep(WORK_SECONDS)
         if rank == 0 and way == "fails":
@@ -47,7 +46,7 @@ def rank_main(rank: int, folder: Path, results: Any) -> None:
         dist.init_process_group("gloo", store=own, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_SECONDS))
         ended = ""
         try:
-            assembling._build_on_rank_0(least_recipe(quantization=NF4), build, replace(LAUNCH, rank=rank), CPU)
+            late_quantising.build_on_rank_0(least_recipe(quantization=NF4), build, replace(LAUNCH, rank=rank), CPU)
         except (FinetuneError, RuntimeError) as error:
             ended = f"{type(error).__name__}: {error}"
         results.put((way, rank, ended))
@@ -73,6 +72,6 @@ def test_the_group_to_wait_in_is_patient_and_made_for_quantised_bases_alone(monk
     monkeypatch.setattr(dist, "new_group", lambda **options: made.append(options["timeout"]))
     monkeypatch.setattr(dist, "destroy_process_group", lambda _: None)
     for quantization, launch in ((None, LAUNCH), (NF4, None), (NF4, LAUNCH)):
-        with assembling.waiting_for_rank_0(least_recipe(quantization=quantization), launch):
+        with late_quantising.waiting_for_rank_0(least_recipe(quantization=quantization), launch):
             pass
-    assert made == [assembling.WAITING]
+    assert made == [late_quantising.TIME_FOR_RANK_0]

@@ -24,7 +24,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.strategies import fsdp
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.receipt import add_optimizer_state, receipt_checks, write_receipt
+from finetune.strategies.receipt import Receipt, receipt_checks, write_receipt
 from tests.support.runs.recipes import half_recipe
 
 CPU = torch.device("cpu")
@@ -269,22 +269,30 @@ def test_gradients_reduced_in_another_format_are_refused(
 def test_state_in_another_format_is_refused(
     optim: str, pure: bool, elements: dict[str, int], line: str | None, built: Built
 ) -> None:
-    receipt: dict[str, Any] = {"parameters": {"trained": 5}, "dtypes": {}, "sharding": {}, "optimizer": {}}
     built.training(optim=optim, pure_bf16=pure)
+    receipt = Receipt(built.recipe, built.strategy, content_of(trained=5), writes=False)
     if line is None:
-        add_optimizer_state(built.recipe, built.strategy, receipt, Counter(elements), 1)
-        assert receipt["sharding"]["optimizer_share"] == 1
+        receipt.add_optimizer_state(Counter(elements))
+        assert receipt.content["sharding"]["optimizer_share"] == 1
         return
     with pytest.raises(EnvironmentMismatch, match=line):
-        add_optimizer_state(built.recipe, built.strategy, receipt, Counter(elements), 1)
+        receipt.add_optimizer_state(Counter(elements))
+
+
+def content_of(trained: int, ranks: int = 1) -> dict[str, Any]:
+    parts: dict[str, Any] = {"dtypes": {}, "sharding": {}, "optimizer": {}}
+    return {"parameters": {"trained": trained}, "world_size": ranks, **parts}
 
 
 def test_state_that_is_not_cut_is_refused(built: Built) -> None:
-    receipt: dict[str, Any] = {"parameters": {"trained": 100}, "dtypes": {}, "sharding": {}, "optimizer": {}}
+    def add(strategy: Strategy, elements: int, ranks: int) -> None:
+        receipt = Receipt(built.recipe, strategy, content_of(100, ranks), writes=False)
+        receipt.add_optimizer_state(Counter(float32=elements))
+
     for name in ("zero1", "zero2", "zero3"):
         zero = read_strategy(name)
         with pytest.raises(EnvironmentMismatch, match=f"{name} shards optimizer state, this rank holds 100%"):
-            add_optimizer_state(built.recipe, zero, receipt, Counter(float32=200), 2)
-        add_optimizer_state(built.recipe, zero, receipt, Counter(float32=100), 2)
-        add_optimizer_state(built.recipe, zero, receipt, Counter(float32=200), 1)  # alone it holds all
-    add_optimizer_state(built.recipe, built.strategy, receipt, Counter(float32=200), 2)
+            add(zero, 200, 2)
+        add(zero, 100, 2)
+        add(zero, 200, 1)  # alone it holds all
+    add(built.strategy, 200, 2)

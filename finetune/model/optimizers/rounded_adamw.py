@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from finetune.model.optimizers.random_bits import key_of, random_bits
 
@@ -43,10 +43,11 @@ def all_of(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor, 0
 
 
-def places_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The place of each parameter among all that an optimizer has, by the parameter's id."""
+def places_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int]:
+    """The place of each parameter among all that an optimizer has, by the parameter's name in the model."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return {id(parameter): place for place, parameter in enumerate(every)}
+    return {names[id(parameter)]: place for place, parameter in enumerate(every)}
 
 
 class RoundedAdamW(torch.optim.AdamW):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,12 @@ from finetune.model.build import decoder_parts, structure_alone
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
 from finetune.model.optimizers.rounded_adamw import Range, RoundedAdamW, places_of
-from finetune.model.quantization import plain_quantized_weights, unpacked_weight
+from finetune.model.quantization import unpacked_weight
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.pipelines import Pipelines
 from finetune.recipe.strategy import Strategy
-from finetune.strategies.late_quantising import load_unquantised, taken
+from finetune.strategies.late_quantising import load_unquantised, make_plain
 from finetune.strategies.pipeline.holding import place_stage
 from finetune.strategies.pipeline.layout import Parts, parts_of
 from finetune.strategies.pipeline.ranks import StagePlace
@@ -44,20 +45,23 @@ def parts_of_recipe(recipe: Recipe) -> Parts:
 
 
 def staged(
-    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module], parts: Parts
-) -> tuple[nn.Module, Pipeline, torch.optim.Optimizer]:
+    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module], parts: Parts | None
+) -> tuple[nn.Module, Pipeline, Any]:
     """The model with this rank's part on its device and the rest on meta, its pipeline, and its part's optimizer.
 
     Every rank reads the model into host memory before it gives up the other stages' layers, so each rank needs host
     memory for the whole model. Each stage reads and quantises its own 4-bit weights, one by one. Raises FinetuneError,
     on all ranks, if the model cannot be split.
+
+    Args:
+        parts: From `parts_of_recipe`; None: found here.
     """
+    parts = parts or parts_of_recipe(recipe)
     pipelines, device = strategy.pipelines, accelerator.device
     assert pipelines is not None
     place = StagePlace.of(dist.get_rank(), dist.get_world_size(), pipelines.copies)
     unwrapped = build(recipe, torch.device("cpu"), **({"load": load_unquantised} if recipe.quantization else {}))
-    late, decoder = taken(unwrapped), decoder_parts(unwrapped)
-    plain_quantized_weights(unwrapped)
+    late, decoder = make_plain(unwrapped), decoder_parts(unwrapped)
     if router_coefficient(decoder.config, recipe):
         raise FinetuneError(
             "model.router_aux_loss_coef: a stage sees the routers of its own layers alone; set it to 0, or take "
@@ -65,8 +69,9 @@ def staged(
         )
     layers = layers_of_runs(recipe, decoder, parts, pipelines, place.stages)
     # Without a trained weight no gradient comes out of a run of layers.
-    named = decoder.named_parameters(remove_duplicate=False)
-    training = {parts.run_of(name, layers) for name, weight in named if weight.requires_grad}
+    named = dict(decoder.named_parameters(remove_duplicate=False))
+    run_of = {name: parts.run_of(name, layers) for name in named}
+    training = {run_of[name] for name, weight in named.items() if weight.requires_grad}
     if idle := set(range(len(layers))) - training:
         held = layers[min(idle)]
         raise FinetuneError(
@@ -76,15 +81,14 @@ def staged(
     embedded = next(decoder.get_input_embeddings().parameters()).dtype
     dtype = COMPUTE[recipe.training.mixed_precision] if strategy.casts_weights_once(recipe) else None
     # Each trained weight's place among all of the model's. A stage's own numbering would draw other random bits.
-    of = places_of(make_optimizer(unwrapped, recipe)) if recipe.training.pure_bf16 else {}
-    places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
-    holding, trained = place_stage(unwrapped, decoder, parts, layers, place, device, late)
+    places = places_of(make_optimizer(unwrapped, recipe), unwrapped) if recipe.training.pure_bf16 else {}
+    holding, trained = place_stage(unwrapped, decoder, run_of, place, device, late)
     compute_layers(unwrapped, unpacked_weight, mlp_tile_tokens=recipe.training.mlp_tile_tokens)
     own = range(place.stage, len(layers), place.stages)
     runs = runs_of(decoder, parts, layers, own, accelerator.autocast, dtype or embedded)
     timeout = collective_timeout(recipe)
     pipeline = Pipeline(runs, layers, pipelines.schedule, holding, trained, device, timeout)
-    return unwrapped, pipeline, staged_optimizer(unwrapped, recipe, places)
+    return unwrapped, pipeline, accelerator.prepare(staged_optimizer(unwrapped, recipe, places))
 
 
 def staged_optimizer(stage: nn.Module, recipe: Recipe, places: Mapping[str, int]) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ A stage keeps the whole structure. Other stages' weights are on meta, under the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from finetune.strategies.fsdp import Late, replace_tensor, ties_kept
 from finetune.strategies.pieces import Elsewhere, Piece
-from finetune.strategies.pipeline.layout import Parts
 from finetune.strategies.pipeline.ranks import StagePlace, Stages
 
 Thing = TypeVar("Thing")
@@ -76,8 +75,7 @@ class Holding:
 def place_stage(
     model: nn.Module,
     decoder: PreTrainedModel,
-    parts: Parts,
-    layers: Sequence[range],
+    run_of: Mapping[str, int],
     place: StagePlace,
     device: torch.device,
     late: Mapping[str, Late] | None = None,
@@ -85,7 +83,7 @@ def place_stage(
     """Put this stage's weights on `device` and all others on meta, in place.
 
     Args:
-        layers: For each run; the stages have the runs in turn.
+        run_of: Each parameter's run of layers, by the decoder's name; the stages have the runs in turn.
         late: 4-bit weights by name that are quantised when their turn comes, with their buffers.
 
     Returns which stage holds what, and this stage's trained weights by name.
@@ -93,7 +91,7 @@ def place_stage(
     paths = {id(parameter): name for name, parameter in model.named_parameters()}
     stages: dict[int, set[int]] = {}
     for name, parameter in decoder.named_parameters(remove_duplicate=False):
-        stages.setdefault(id(parameter), set()).add(parts.run_of(name, layers) % place.stages)
+        stages.setdefault(id(parameter), set()).add(run_of[name] % place.stages)
     held_by = {paths[which]: tuple(sorted(where)) for which, where in stages.items()}
     every = list(model.named_parameters(remove_duplicate=False))
     trained = {name: held_by[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -104,7 +102,8 @@ def place_stage(
             if place.stage not in held_by[name]:
                 replace_tensor(model, name, Elsewhere.of(parameter, device))
                 continue
-            values = late[name](device) if late and name in late else {name: parameter.detach().to(device)}
+            make = late.get(name) if late else None
+            values = make(device) if make else {name: parameter.detach().to(device)}
             moved = nn.Parameter(values.pop(name), requires_grad=parameter.requires_grad)
             for part, tensor in (values | {name: moved}).items():
                 replace_tensor(model, part, tensor)

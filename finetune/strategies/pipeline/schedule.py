@@ -30,7 +30,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from finetune.measure.phases import Phases
-from finetune.model.build import decoder_parts
 from finetune.recipe.sections.pipelines import can_interleave
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.holding import Holding
@@ -138,13 +137,12 @@ class Pipeline(nn.Module):
         return square.sqrt().float()
 
     @contextmanager
-    def answering(self, model: nn.Module) -> Iterator[None]:
-        """Within the block `model.generate` computes with all stages: every rank in this copy calls it alike.
+    def answering(self, decoder: PreTrainedModel) -> Iterator[None]:
+        """Within the block `decoder.generate` computes with all stages: every rank in this copy calls it alike.
 
         The last stage gives the others its scores, so that all choose the same next token. Nothing is cached: each new
         token computes all tokens again.
         """
-        decoder = decoder_parts(model)
         whole: Callable[..., Any] = decoder.forward
 
         @wraps(whole)  # generation reads the signature

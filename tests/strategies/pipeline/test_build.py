@@ -21,9 +21,7 @@ def test_a_stage_rounds_its_weights_as_the_whole_model_does() -> None:
     stage = deepcopy(whole)
     stage[0].requires_grad_(False)
     optimizer = make_optimizer(whole, recipe)
-    of = places_of(optimizer)
-    places = {name: of[id(weight)] for name, weight in whole.named_parameters()}
-    of_stage = staged_optimizer(stage, recipe, places)
+    of_stage = staged_optimizer(stage, recipe, places_of(optimizer, whole))
     for weight, own in zip(whole.parameters(), stage.parameters(), strict=True):
         weight.grad = torch.randn_like(weight)
         own.grad = weight.grad.clone() if own.requires_grad else None

@@ -48,7 +48,9 @@ class Chain:
         self.trained: list[dict[str, nn.Parameter]] = []
         runs: dict[int, LayerRun] = {}
         for stage, model in enumerate(self.models):
-            holding, trained = place_stage(model, model, self.parts, layers, StagePlace(stage, count), CPU)
+            names = dict(model.named_parameters(remove_duplicate=False))
+            run_of = {name: self.parts.run_of(name, layers) for name in names}
+            holding, trained = place_stage(model, model, run_of, StagePlace(stage, count), CPU)
             self.holdings.append(holding)
             self.trained.append(trained)
             own = range(stage, len(layers), count)
