@@ -50,7 +50,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault).split("] ")[-1])
 def test_the_terminal_goes_on(fault: Exception) -> None:
     terminal = Terminal(2, silent=False, stream=Failing(fault))
-    terminal.log("a line")
+    terminal.say("a line")
     terminal.step(LINE)
 
 

@@ -476,13 +476,13 @@ def push(
 
             folder = run_at(run, step)
         to = chosen_destination(folder, repo, public=public, revision=revision, base=base, merged=merged)
-        log = partial(typer.echo, err=as_json)  # standard output is one JSON object
+        say_line = partial(typer.echo, err=as_json)  # standard output is one JSON object
         if dry_run:
             upload = prepare_upload(folder, to)
             if not as_json:
                 typer.echo(describe_upload(upload, to))
             return {"ok": True, "dry_run": True, "repo_id": to.repo_id, "card": upload.card, **upload.as_json()}
-        result = send(folder, to, message=message, log=log)
+        result = send(folder, to, message=message, say=say_line)
         if not as_json:
             visibility = "private" if result["private"] else "public"
             typer.echo(f"pushed: {result['url']} ({visibility})")

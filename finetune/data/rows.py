@@ -468,9 +468,9 @@ class Mistakes:
 
 
 def check_rows(
-    data: Data, log: Callable[[str], object] = lambda note: None, scored: Generate | None = None
+    data: Data, say: Callable[[str], object] = lambda note: None, scored: Generate | None = None
 ) -> dict[str, int]:
-    """Check every local row. Returns each data set's number of rows, and logs notes for the data's owner.
+    """Check every local row. Returns each data set's number of rows, and says notes for the data's owner.
 
     Args:
         scored: Its metrics read the references too, and its file is checked as well.
@@ -531,7 +531,7 @@ def check_rows(
                 notes.append(f"{error.mistakes[0]}; a run refuses such a row if it holds it out")
     mistakes.raise_if_any()
     for note in notes:
-        log(note)
+        say(note)
     return counts
 
 

@@ -38,7 +38,7 @@ def check_before_training(recipe: Recipe, *, pause: Callable[[float], None] = ti
 
     # Two attempts only: the user waits for the training to start, and the push itself tries again at its end.
     try:
-        retry(check, attempts=ATTEMPTS_BEFORE, pause=pause, log=lambda _: None)
+        retry(check, attempts=ATTEMPTS_BEFORE, pause=pause, say=lambda _: None)
     except HubUnreachable as error:
         return (f"hub.push: {_hidden(error)}; training continues, and the push is tried at its end",)
     except FinetuneError as error:

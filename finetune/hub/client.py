@@ -85,7 +85,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def retry(
-    work: Callable[[], Result], *, attempts: int, pause: Callable[[float], None], log: Callable[[str], None]
+    work: Callable[[], Result], *, attempts: int, pause: Callable[[float], None], say: Callable[[str], None]
 ) -> Result:
     """Call `work` until it succeeds, with doubled waits, while its failures are transient.
 
@@ -114,7 +114,7 @@ def retry(
             wait = hub_error.wait_seconds
             if wait is None:
                 wait = FIRST_WAIT_SECONDS * 2 ** (attempt - 1)
-            log(f"{hub_error.reason}; trying again in {wait:g} s ({attempt} of {attempts})")
+            say(f"{hub_error.reason}; trying again in {wait:g} s ({attempt} of {attempts})")
             pause(wait)
     raise AssertionError("attempts is at least 1")
 

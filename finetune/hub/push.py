@@ -153,7 +153,7 @@ def push(
     endpoint: str | None = None,
     attempts: int = PUSH_ATTEMPTS,
     pause: Callable[[float], None] = time.sleep,
-    log: Callable[[str], None] = print,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Push a finished run. Returns the record hub.json and the uploaded files.
 
@@ -175,22 +175,22 @@ def push(
 
     said: set[str] = set()
 
-    def log_retry(text: str) -> None:
-        log(hide_secrets(text, known_secrets()))
+    def say_again(text: str) -> None:
+        say(hide_secrets(text, known_secrets()))
 
-    def log_once(text: str) -> None:  # each attempt finds the same files there
+    def say_once(text: str) -> None:  # each attempt finds the same files there
         if text not in said:
             said.add(text)
-            log_retry(text)
+            say_again(text)
 
     try:
         refuse_offline()
         upload = prepare_upload(run_dir, destination, api=api)
         for note in upload.notes:
-            log(f"note: {note}")
+            say(f"note: {note}")
         title = message or f"{run_dir.resolve().name}: {product_folder(run_dir, merged=destination.merged).name}"
         sent = retry(
-            lambda: _attempt(api, upload, destination, title, log_once), attempts=attempts, pause=pause, log=log_retry
+            lambda: _attempt(api, upload, destination, title, say_once), attempts=attempts, pause=pause, say=say_again
         )
     except FinetuneError as error:
         text = hide_secrets(str(error), known_secrets())
@@ -200,7 +200,7 @@ def push(
             raise RecipeError([*text.split("\n"), remedy]) from error.__cause__
         raise type(error)(f"{text}\n{remedy}") from error.__cause__
     except KeyboardInterrupt:
-        log(f"stopped; to push again:\n  {destination.command(run_dir)}")
+        say(f"stopped; to push again:\n  {destination.command(run_dir)}")
         raise
     record = _record(run_dir, destination, {"state": "pushed", **sent})
     return {**record, **upload.as_json()}
@@ -214,7 +214,7 @@ def refuse_offline() -> None:
 
 
 def _attempt(
-    api: HfApi, upload: Upload, destination: Destination, title: str, log: Callable[[str], None]
+    api: HfApi, upload: Upload, destination: Destination, title: str, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Send everything once: check the rights, create the repository and branch, look at what is there, and commit."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -238,15 +238,15 @@ def _attempt(
             card = read_bounded(Path(file), MOST_CARD).decode("utf-8", "replace")
         merged, notes = merged_card(card, upload.card)
         for note in notes:
-            log(f"note: {note}")
+            say(f"note: {note}")
         files = [replace(file, content=merged.encode()) if file.path == "README.md" else file for file in files]
     # The client hashes each file and asks the Hub which ones it has already: a repeated attempt sends only the rest.
     adds = [CommitOperationAdd(file.path, file.content) for file in files]
     gone, staying = obsolete_files(on_hub, {file.path: file for file in files}, card)
     if gone:
-        log(f"removed there, as an earlier model's: {', '.join(gone)}; the Hub's history keeps them")
+        say(f"removed there, as an earlier model's: {', '.join(gone)}; the Hub's history keeps them")
     if staying:
-        log(f"note: stays there, and some readers take it for this model: {', '.join(staying)}; delete it if it is not")
+        say(f"note: stays there, and some readers take it for this model: {', '.join(staying)}; delete it if it is not")
     operations: list[Any] = [*adds, *(CommitOperationDelete(path) for path in gone)]
     commit = api.create_commit(repo, operations, commit_message=title, revision=branch, parent_commit=head)
     url = f"{api.endpoint}/{repo}"

@@ -145,7 +145,7 @@ class Terminal:
         self._passing = False  # the next output overwrites a line of `progress`
         self.memory_of = "process"  # what `peak_memory_gib` is the peak of; on a GPU its tensors
 
-    def log(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """Print a line that stays; an empty text prints nothing."""
         if self._silent or not text:
             return

@@ -342,7 +342,7 @@ def _evaluate_and_compare(run: Run, state: TrainState) -> None:
         raise NotFinite(f"step {state.step}: {error}") from error
     line = eval_line(state.step, losses)
     run.write_metrics(line)
-    run.output.terminal.log(f"step {state.step}: {evaluation_in_words(line)}")
+    run.output.terminal.say(f"step {state.step}: {evaluation_in_words(line)}")
     if not run.recipe.best_by_score:
         metric = run.recipe.training.metric_for_best_model.removeprefix("eval_")
         state.compare(losses[metric], higher_is_better=run.recipe.best_is_highest)
@@ -363,7 +363,7 @@ def _say_early_stop(run: Run, state: TrainState) -> None:
         what = "loss"
         if run.recipe.best_is_highest:
             what = "score" if run.recipe.best_by_score else "reward"
-        run.output.terminal.log(f"early stopping: evaluations without a better {what}: {state.worse_evaluations}")
+        run.output.terminal.say(f"early stopping: evaluations without a better {what}: {state.worse_evaluations}")
         if state.window.records:
             _log(run, state)
 

@@ -72,7 +72,7 @@ def find_reference(
     assert section is not None
     assert isinstance(objective, Pairs | JudgedAnswers)
     key = reference_key(agreed, section)
-    log = run.output.terminal.log
+    say = run.output.terminal.say
     own_file, kept_file = agreed.run_dir / KEPT_IN_RUN, cache_folder() / "references" / f"{key}.json"
     forwards = Forwards.of(run)
     shapes = _shapes(run.train_rows, run.eval_rows, run.plan, objective)
@@ -92,7 +92,7 @@ def find_reference(
             assert reference is not None
         with computing():
             if reference is not None and not names_second_model(section) and not _agrees(forwards, reference):
-                log("reference: the kept one is not this model's; it is computed again")
+                say("reference: the kept one is not this model's; it is computed again")
                 reference = None
             if reference is None:
                 source, reference = "computed", _computed(forwards, assembled, compiled, objective, shapes)
@@ -105,7 +105,7 @@ def find_reference(
     objective.reference = reference
     answers = sum(int(np.prod(shape)) for shape in shapes.values())
     origin = source if source == "computed" else f"from {source}"
-    log(f"reference: {section.reference}, log-probabilities of {answers:,} answers, {origin} ({key[:12]})")
+    say(f"reference: {section.reference}, log-probabilities of {answers:,} answers, {origin} ({key[:12]})")
     return {"kind": section.reference, "key": key, "from": source}
 
 
@@ -129,7 +129,7 @@ def keep_second_model(agreed: Agreed, accelerator: Accelerator, terminal: Termin
     # Adapters that are drawn so that they add nothing: a quantised base is built only with some.
     lora = None if recipe.lora is None else recipe.lora.model_copy(update={"init_lora_weights": True})
     other = recipe.model_copy(update={"model": reference_section(recipe), "lora": lora})
-    terminal.log(f"reference: computing the log-probabilities of {section.reference}")
+    terminal.say(f"reference: computing the log-probabilities of {section.reference}")
     with as_reference(recipe):
         assembled = assemble(other, agreed.strategy, accelerator, launch=agreed.launch)
         check_vocabulary(assembled.decoder, rows.facts["largest_token_id"])
@@ -144,12 +144,12 @@ def keep_second_model(agreed: Agreed, accelerator: Accelerator, terminal: Termin
         phases,
     )
     decoder, device = assembled.decoder, accelerator.device
-    compiled = compile_as_asked(other, agreed.strategy, decoder, device, terminal.log)
+    compiled = compile_as_asked(other, agreed.strategy, decoder, device, terminal.say)
     dtype = COMPUTE[recipe.training.mixed_precision] or decoder.dtype
     kernel = choose_flash_kernel(other, device, dtype, widest_head(decoder.config))
     with deterministic_algorithms(recipe.training.deterministic, device):
         # It takes no training step, so its layers are compiled without gradients alone.
-        uncompiled = CompiledLayers(required=False, say=terminal.log, stopped="a reference trains nothing")
+        uncompiled = CompiledLayers(required=False, say=terminal.say, stopped="a reference trains nothing")
         assembled.model.train()  # not chained: DeepSpeed's train() returns None
         compare_fast_paths(forwards, assembled, uncompiled, kernel)
         with kernel.active():

@@ -42,11 +42,11 @@ class RowScorer:
             staged=pipeline is not None,
         )
         with self.parts.weights.cast(), pipeline.answering(model) if pipeline else nullcontext():
-            answers = generated_answers(model, agreed.tokenizer, scored_set, batching, terminal.progress, terminal.log)
+            answers = generated_answers(model, agreed.tokenizer, scored_set, batching, terminal.progress, terminal.say)
         line = score_line(step, scores_on_all(scored_set, answers, batching.ranks), answers)
         self.output.write_metrics(line)
         when = f"step {step}" if step else "before"
-        terminal.log(f"{when}: {score_line_in_words(line)}")
+        terminal.say(f"{when}: {score_line_in_words(line)}")
         return line
 
 

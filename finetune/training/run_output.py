@@ -92,7 +92,7 @@ class RunOutput:
             if line["kind"] == "eval" and time.monotonic() - self._page_drawn >= SECONDS_BETWEEN_PAGES:
                 from finetune.report.run_page import write_page
 
-                write_page(self._run_dir, self.terminal.log)
+                write_page(self._run_dir, self.terminal.say)
                 self._page_drawn = time.monotonic()
 
     def write_samples(self, lines: Iterable[dict[str, Any]]) -> None:

@@ -29,7 +29,7 @@ def look_before(agreed: Agreed, run: Run, parts: Assembled, kernel: FlashKernel)
             losses = evaluate_run(run)
         line = eval_line(0, losses)
         run.write_metrics(line)
-        run.output.terminal.log(f"before training: {evaluation_in_words(line)}")
+        run.output.terminal.say(f"before training: {evaluation_in_words(line)}")
     if run.scorer is not None:
         run.scorer.score(0)
 
@@ -57,13 +57,13 @@ def write_samples(agreed: Agreed, run: Run, parts: Assembled, *, when: str, step
         if pipeline is None:  # the ranks share the batches out
             batches = -(-batches // agreed.launch.world_size)
         again = " The same again after training." if when == "before" else ""
-        terminal.log(cost_in_words(len(prompts), batches * new, new, staged=pipeline is not None) + again)
+        terminal.say(cost_in_words(len(prompts), batches * new, new, staged=pipeline is not None) + again)
     batching = Batching(shared, accelerator.device, all_ranks() if sharded else Ranks(), sharded, pipeline is not None)
     questions = ScoredSet("the prompts", list(prompts), [], [], new)
     model, begun = parts.decoder, f"samples {when} training: "
     with run.parts.weights.cast(), pipeline.answering(model) if pipeline else nullcontext():
         answers = generated_answers(
-            model, agreed.tokenizer, questions, batching, lambda text: terminal.progress(begun + text), terminal.log
+            model, agreed.tokenizer, questions, batching, lambda text: terminal.progress(begun + text), terminal.say
         )
     lines = []
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -113,7 +113,7 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
         first_step = everyone[0].first_step
         if first_step is None:
             again = "to train again: training.resume=never, or another output_dir"
-            output.terminal.log(f"{Path(recipe.run_dir)}: this run is finished; {again}")
+            output.terminal.say(f"{Path(recipe.run_dir)}: this run is finished; {again}")
             yield None
             return
         device, progress = accelerator.device, Progress(step=first_step)
@@ -125,13 +125,13 @@ def session(start: Start, output: RunOutput) -> Iterator[Session | None]:
             agreed = settle_choices(start, everyone, str(meeting.run_dir) if meeting.apart else recipe.run_dir)
             if meeting.apart:
                 refuse_apart(agreed, meeting.apart)
-                output.terminal.log(
+                output.terminal.say(
                     f"{len(meeting.apart)} of {launch.world_size} ranks do not see {meeting.run_dir.absolute()}: "
                     "their checkpoint pieces come here over the network"
                 )
             with (
                 out_of_memory_explained(agreed, progress, phases) as request,
-                saves_in_background(recipe, output.terminal.log, meeting.apart) as saves,
+                saves_in_background(recipe, output.terminal.say, meeting.apart) as saves,
             ):
                 yield Session(agreed, accelerator, output, progress, phases, request, saves)
                 accelerator.wait_for_everyone()
@@ -185,7 +185,7 @@ def refuse_without_room(agreed: Agreed, size: int) -> None:
 def build(opened: Session) -> Built:
     """Model, optimizer and receipt as of the first step. Every rank calls it."""
     agreed, accelerator, output, phases = opened.agreed, opened.accelerator, opened.output, opened.phases
-    recipe, first_step, log = agreed.recipe, opened.progress.step, opened.output.terminal.log
+    recipe, first_step, say = agreed.recipe, opened.progress.step, opened.output.terminal.say
     if recipe.preferences is not None:
         from finetune.training.reference import keep_second_model
 
@@ -236,11 +236,11 @@ def build(opened: Session) -> Built:
     opened.progress.phase = "worst step first"
     call_after_first_step(assembled.optimizer, receipt.add_optimizer_state)
     decoder, device, optimizer = assembled.decoder, accelerator.device, unwrap_optimizer(assembled.optimizer)
-    compiled = compile_as_asked(recipe, agreed.strategy, decoder, device, log)
+    compiled = compile_as_asked(recipe, agreed.strategy, decoder, device, say)
     computes: torch.dtype = getattr(torch, receipt.content["dtypes"]["compute"].partition(",")[0])
     kernel = choose_flash_kernel(recipe, device, computes, widest_head(decoder.config))
     receipt.add("flash_kernel", kernel.facts())
-    log(str(kernel))
+    say(str(kernel))
     with deterministic_algorithms(recipe.training.deterministic, device):
         if device.type == "cuda" and recipe.training.compile is not False and computes != torch.float32:
             from finetune.architecture.compiled.loss_kernel import use_loss_kernel
@@ -254,30 +254,30 @@ def build(opened: Session) -> Built:
             if update is not None:
                 update.agree(partial(accelerator.reduce, reduction="sum"), device)
                 receipt.add("optimizer_update", update.facts())
-                log(str(update))
+                say(str(update))
     return Built(agreed, assembled, run, state, receipt, kernel, compiled, opened.request, loading)
 
 
 def _load(opened: Session) -> tuple[Assembled, TrainState]:
     """The model as of the first step, and the state that the loop goes on from."""
     agreed, accelerator, first_step = opened.agreed, opened.accelerator, opened.progress.step
-    recipe, log = agreed.recipe, opened.output.terminal.log
+    recipe, say = agreed.recipe, opened.output.terminal.say
     assembled = assemble(recipe, agreed.strategy, accelerator, launch=agreed.launch)
     check_vocabulary(assembled.decoder, agreed.prepared.facts["largest_token_id"])
     stops = agreed.prepared.conversation.stops
     if penalties := penalties_of(assembled.decoder):
         words = ", ".join(f"{name}: {value}" for name, value in penalties.items())
-        log(f"the base's {words} would change greedy answers: samples, scores and exports leave that out")
+        say(f"the base's {words} would change greedy answers: samples, scores and exports leave that out")
     if lacking := stop_on(assembled.decoder, stops.values()):
         names = ", ".join(token for token, number in stops.items() if number in lacking)
-        log(f"answers end with {names}: the base's own settings do not stop there; samples, scores and exports do")
+        say(f"answers end with {names}: the base's own settings do not stop there; samples, scores and exports do")
     if agreed.adapter is not None and first_step == 0:
         from finetune.training.start_adapter import start_from
 
         start_from(assembled, agreed.adapter)
     state = restore(recipe, assembled, first_step, opened.saves.ranks)
     load_scaler_state(accelerator, state.loss_scaler)
-    log(forget_lost_best(recipe, state))
+    say(forget_lost_best(recipe, state))
     if first_step == 0:
         state.start_checksums = trained_checksums(assembled)
     return assembled, state
@@ -314,7 +314,7 @@ def _begin_receipt(agreed: Agreed, accelerator: Accelerator, assembled: Assemble
     lines += [facts["line"] for facts in (agreed.rows, agreed.recomputation, agreed.reduction) if facts]
     if agreed.adapter is not None:
         lines.append(agreed.adapter.note(agreed.recipe))
-    output.terminal.log("\n".join([*lines, *agreed.prepared.notes]))
+    output.terminal.say("\n".join([*lines, *agreed.prepared.notes]))
     return receipt
 
 
@@ -322,7 +322,7 @@ def train(built: Built) -> int:
     """Train a built run, and export it if no signal stops it. Every rank calls it. Returns the exit code."""
     agreed, run, state, progress = built.agreed, built.run, built.state, built.run.progress
     assembled, receipt, recipe = built.assembled, built.receipt, agreed.recipe
-    log, device = run.output.terminal.log, run.parts.accelerator.device
+    say, device = run.output.terminal.say, run.parts.accelerator.device
     measured = dict(built.loading) | try_worst_step(built)
     if recipe.preferences is not None and recipe.preferences.needs_reference:
         from finetune.training.reference import find_reference
@@ -344,7 +344,7 @@ def train(built: Built) -> int:
         if agreed.writes:
             command = mark_run(agreed.run_dir, "stopped", step=state.step, reason=reason)
         line = f"stopped and saved at step {state.step} ({reason}); continue with:\n  {command}"
-        log(line)
+        say(line)
         if agreed.launch.is_main:
             repeat_after_launcher(line)
         return Stopped.exit_code
@@ -357,28 +357,28 @@ def train(built: Built) -> int:
     exported = weights_to_export(recipe, assembled, state, saves.ranks)
     unchanged = refuse_unchanged(trained_checksums(assembled), state.start_checksums)
     receipt.add("change", {"unchanged_tensors": unchanged})
-    log(describe_change(unchanged, state.start_checksums))
+    say(describe_change(unchanged, state.start_checksums))
     write_samples(agreed, run, assembled, when="after", step=state.step)
     folder = export(recipe, assembled, agreed.tokenizer, write=agreed.writes)
     if agreed.writes:
         memory = memory_facts(built.request, measured, device)
         receipt.add("memory", memory)
-        log(describe_memory(memory))
+        say(describe_memory(memory))
         receipt.add("export", exported.as_json())
         mark_run(agreed.run_dir, "finished", step=state.step, exported=exported.as_json())
-        log(describe_exported(exported, state))
+        say(describe_exported(exported, state))
         if recipe.lora is None:
             from finetune.run_folder.base_parts import untrained_in_words
 
             for line in untrained_in_words(recipe.model, assembled.decoder):
-                log(line)
+                say(line)
         if recipe.preferences is not None:
             result, rows = read_run(agreed.run_dir, recipe), recipe.training.global_batch_size
-            log("\n".join(warnings_of(result.trained(), result.exported_eval(), rows)))
+            say("\n".join(warnings_of(result.trained(), result.exported_eval(), rows)))
         run_dir = str(agreed.run_dir)
-        log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run_dir])}")
-        log(f"how good is it, and what was forgotten: {shlex.join(['finetune', 'eval', run_dir, '--general'])}")
-        log(f"serve it: {shlex.join(['finetune', 'export', run_dir, '--for', 'ollama'])}")
+        say(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', run_dir])}")
+        say(f"how good is it, and what was forgotten: {shlex.join(['finetune', 'eval', run_dir, '--general'])}")
+        say(f"serve it: {shlex.join(['finetune', 'export', run_dir, '--for', 'ollama'])}")
     return 0
 
 
@@ -388,7 +388,7 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     It leaves weights and optimizer as they were. Layers are compiled during that step. Returns its phases' costs.
     """
     agreed, run, receipt, compiled = built.agreed, built.run, built.receipt, built.compiled
-    accelerator, log = run.parts.accelerator, run.output.terminal.log
+    accelerator, say = run.parts.accelerator, run.output.terminal.say
     assert run.checkpoints is not None
     ranks = run.checkpoints.saves.ranks
     device, deterministic = accelerator.device, agreed.recipe.training.deterministic
@@ -409,14 +409,14 @@ def try_worst_step(built: Built) -> dict[str, Phase]:
     measured |= worst.phases
     give_back_freed_memory()
     give_back_cached_memory(device)
-    log(str(worst))
+    say(str(worst))
     if agreed.writes and (grace := grace_period()) is not None:
         planned = planned_save(agreed.run_dir, saved, *grace)
-        log(planned.warning)
+        say(planned.warning)
         receipt.add("stop", planned.facts())
     receipt.add("worst_step_first", worst.facts())
     compiled.agree(partial(accelerator.reduce, reduction="sum"), device)
-    log(str(compiled))
+    say(str(compiled))
     receipt.add("compiled", compiled.facts())
     receipt.add("memory", memory_facts(built.request, {**built.loading, **measured}, device))
     return measured

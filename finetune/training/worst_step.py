@@ -225,7 +225,7 @@ def compare_fast_paths(run: Forwards, assembled: Assembled, compiled: CompiledLa
         if not differing:
             break
         for path, reason in differing.items():
-            run.terminal.log(f"guard: {INSTEAD[path]} from here on, because the faster way differs: {reason}")
+            run.terminal.say(f"guard: {INSTEAD[path]} from here on, because the faster way differs: {reason}")
             if path == ATTENTION:
                 kernel.leave_off(reason)
             else:

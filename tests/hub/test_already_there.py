@@ -50,7 +50,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 def send(run: Path, hub: Hub, to: Destination) -> tuple[dict[str, Any], list[str]]:
     lines: list[str] = []
-    return push(run, to, endpoint=hub.url, pause=lambda _: None, log=lines.append), lines
+    return push(run, to, endpoint=hub.url, pause=lambda _: None, say=lines.append), lines
 
 
 def put(hub: Hub, files: Mapping[str, bytes], branch: str = "main") -> None:

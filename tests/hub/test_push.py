@@ -97,7 +97,7 @@ def send(run: Path, hub: Hub, to: Destination = ME, **options: Any) -> tuple[dic
     """Result, waits and words of a push that does not really wait."""
     waits: list[float] = []
     lines: list[str] = []
-    record = push(run, to, endpoint=hub.url, pause=waits.append, log=lines.append, **options)
+    record = push(run, to, endpoint=hub.url, pause=waits.append, say=lines.append, **options)
     return record, waits, lines
 
 
@@ -355,7 +355,7 @@ class TestFaults:
         lines: list[str] = []
         hub.fail("commit", status=500)
         with pytest.raises(KeyboardInterrupt):
-            push(run, PLAIN, endpoint=hub.url, pause=stop, log=lines.append)
+            push(run, PLAIN, endpoint=hub.url, pause=stop, say=lines.append)
         assert lines[-1] == f"stopped; to push again:\n  finetune push {run} me/devils"
 
     def test_no_hub_at_all(self, run: Path, hub: Hub) -> None:

@@ -76,11 +76,11 @@ def test_a_line_of_progress_makes_room_for_what_follows(monkeypatch: pytest.Monk
     terminal.progress("forward of micro-batch 1 of 2")
     assert stream.getvalue() == "\r\x1b[2Kforward of micro-ba"
     terminal.progress("backward")
-    terminal.log("a line that stays")
+    terminal.say("a line that stays")
     assert stream.getvalue().endswith("\r\x1b[2Kbackward\r\x1b[2Ka line that stays\n")
     terminal.progress("updating")
     terminal.step(line_of(1))
-    terminal.log("the step stays above")
+    terminal.say("the step stays above")
     assert stream.getvalue().count("\n") == 3
     assert "updating\r\x1b[2Kstep 1/3" in stream.getvalue()
 
