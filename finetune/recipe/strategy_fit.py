@@ -126,6 +126,16 @@ def _under_engine(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     if sharded and compute_dtype and recipe.quantization.bnb_4bit_quant_storage != compute_dtype:
         problem = "weights are sharded in the dtype of the computation"
         yield Unfit(storage, problem, f"set {compute_dtype}", {storage: compute_dtype})
+    if sharded and recipe.lora is not None and recipe.lora.use_dora:
+        yield DORA_IN_4_BITS
+
+
+DORA_IN_4_BITS = Unfit(
+    "lora.use_dora",
+    "DoRA reads a layer's 4-bit weights, and this strategy has them only in the layer's forward",
+    "set it to false, or accelerate_config=ddp",
+    {"accelerate_config": "ddp"},
+)
 
 
 def _sharded_quantization(recipe: Recipe) -> Iterator[Unfit]:
@@ -144,9 +154,7 @@ def _sharded_quantization(recipe: Recipe) -> Iterator[Unfit]:
         yield Unfit("quantization.load_in_8bit", problem, remedy, {"accelerate_config": "ddp"})
         return
     if recipe.lora is not None and recipe.lora.use_dora:
-        problem = "DoRA reads a layer's 4-bit weights, and this strategy gathers them only in the layer's forward"
-        remedy = "set it to false, or accelerate_config=ddp"
-        yield Unfit("lora.use_dora", problem, remedy, {"accelerate_config": "ddp"})
+        yield DORA_IN_4_BITS
         return
     storage, compute = quantization.bnb_4bit_quant_storage, quantization.bnb_4bit_compute_dtype
     if storage != compute:
@@ -161,6 +169,8 @@ def _under_pipeline(recipe: Recipe, strategy: Strategy) -> Iterator[Unfit]:
     if recipe.quantization is not None and not recipe.quantization.load_in_4bit:
         problem, remedy = f"{name} does not split int8 weights yet", "set load_in_4bit, or take ddp"
         yield Unfit("quantization.load_in_8bit", problem, remedy, {"accelerate_config": "ddp"})
+    if recipe.quantization is not None and recipe.lora is not None and recipe.lora.use_dora:
+        yield DORA_IN_4_BITS
     if recipe.training.mixed_precision == "fp16":
         problem = f"the stages of {name} do not agree on fp16's loss scale"
         yield Unfit(precision, problem, "set bf16", {precision: "bf16"})

@@ -47,7 +47,7 @@ MXFP4_KIND = "Mxfp4Experts"  # experts that stay as their files have them, besid
 FLOAT8_KIND = "LinearFloat8"  # the kind of a layer in float8, which is torch's class with another forward
 
 
-def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, strategy: Strategy) -> dict[str, Any]:
+def receipt_content(recipe: Recipe, accelerator: Accelerator, parts: Assembled, strategy: Strategy) -> dict[str, Any]:
     """The receipt of a prepared model. Raises EnvironmentMismatch where it differs from the recipe."""
     model, decoder = parts.unwrapped_model, parts.decoder
     trained = [parameter for parameter in model.parameters() if is_trained(parameter)]

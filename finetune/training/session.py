@@ -55,7 +55,7 @@ from finetune.run_folder.trained_tensors import describe_change, refuse_unchange
 from finetune.strategies.accelerator import build_accelerator, load_scaler_state, use_all_cores
 from finetune.strategies.assemble import Assembled, assemble, check_vocabulary
 from finetune.strategies.pieces import all_ranks
-from finetune.strategies.receipt import Receipt, computed_layers, describe, write_receipt
+from finetune.strategies.receipt import Receipt, computed_layers, describe, receipt_content
 from finetune.training.agreement import Agreed, own_choices, refuse_apart, settle_choices
 from finetune.training.cast_weights import cast_weights
 from finetune.training.held_state import planned_save
@@ -285,7 +285,7 @@ def _load(opened: Session) -> tuple[Assembled, TrainState]:
 
 def _begin_receipt(agreed: Agreed, accelerator: Accelerator, assembled: Assembled, output: RunOutput) -> Receipt:
     """Write and print the receipt for the built run. Optimizer state is added after the first update."""
-    content = write_receipt(agreed.recipe, accelerator, assembled, agreed.strategy)
+    content = receipt_content(agreed.recipe, accelerator, assembled, agreed.strategy)
     content |= {
         "nodes": agreed.launch.nodes,
         "local_world_size": agreed.launch.local_world_size,

@@ -272,6 +272,16 @@ def test_what_cannot_be_sharded_is_refused(
     assert "\n" not in line
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_offload", "zero3", "gpipe", "1f1b"])
+def test_dora_in_4_bits_needs_whole_layers(strategy: str, tmp_path: Path) -> None:
+    requested = quantised_recipe(tmp_path, NF4 | {"bnb_4bit_quant_storage": "float32"}, use_dora=True)
+    requested = requested.model_copy(update={"accelerate_config": strategy})
+    lines = [str(line) for line in unfit(requested, read_strategy(strategy)) if line.key == "lora.use_dora"]
+    assert len(lines) == 1
+    assert "set it to false, or accelerate_config=ddp" in lines[0]
+    assert not [line for line in unfit(requested, read_strategy("ddp")) if line.key == "lora.use_dora"]
+
+
 FOUR_BIT = [kind for kind in KINDS if kind != "int8"]
 
 

@@ -24,7 +24,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.strategies import fsdp
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.receipt import Receipt, receipt_checks, write_receipt
+from finetune.strategies.receipt import Receipt, receipt_checks, receipt_content
 from tests.support.runs.recipes import half_recipe
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ class Built:
             num_processes=1, device=CPU, scaler=self.scaler, autocast=lambda: self.autocast()
         )
         parts = Assembled(self.unwrapped_model, self.unwrapped_model, None, gathered_in=self.gathered_in)
-        return write_receipt(self.recipe, accelerator, parts, self.strategy)
+        return receipt_content(self.recipe, accelerator, parts, self.strategy)
 
     def asks(self, **changes: Any) -> None:
         self.recipe = Recipe.model_validate(self.recipe.model_dump() | changes)
