@@ -145,15 +145,16 @@ def unknown_key(path: Path) -> Mistake:
         ours = key_for(name)
         write = (ours,) if ours else ()
         return Mistake("foreign", path, f"is {owner_of(name)}; {answer}", at_key=True, write=write)
-    names = [*known, *(str(p[-1]) for p in everywhere)]
+    paths = [*((*section, key) for key in known), *everywhere]
+    names = [str(p[-1]) for p in paths]
     # A line that covers a key of ours, as save_* covers save_steps, would hide misspelt ones.
     line = line_of(name)
     if line and not any(covers_key(line, ours) for ours in names):
         return Mistake("foreign", path, f"is {owner_of(name)}; {line.text}; remove the key", at_key=True)
-    # The nearest key of any section; if none is near, one of this section that is less near.
+    # A misspelt key: one of any section if it is much like it (logging_step in training), else one of this section.
     if close := difflib.get_close_matches(name, names, 1, 0.75) or difflib.get_close_matches(name, known, 1, 0.55):
-        near = dotted((*section, close[0]) if close[0] in known else next(p for p in everywhere if p[-1] == close[0]))
-        return Mistake("unknown", path, f"is unknown; did you mean {near}?", at_key=True, write=(near,))
+        meant = dotted(next(p for p in paths if p[-1] == close[0]))
+        return Mistake("unknown", path, f"is unknown; did you mean {meant}?", at_key=True, write=(meant,))
     return Mistake("unknown", path, f"is unknown; the keys here are {', '.join(known)}", at_key=True)
 
 

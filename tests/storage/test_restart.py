@@ -23,6 +23,7 @@ from finetune.training import loop, worst_step
 from tests.support.hub import Hub
 from tests.support.models.tiny import write_chats
 from tests.support.runs.faulty_storage import FaultyStorage
+from tests.support.runs.overfitting import STEPS, document, overfitting, write_sets
 from tests.support.runs.recipes import tiny_lora, write_recipe
 
 
@@ -60,8 +61,8 @@ def test_a_folder_of_somebody_is_refused_before_anything_is_written(
     assert not (tmp_path / "first").exists()
 
 
-def lose_machine_after(monkeypatch: pytest.MonkeyPatch, last: int, folder: Path) -> None:
-    """The machine goes away after a step: its folder with it. The start ends by an error that saves nothing."""
+def lose_machine_after(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+    """The machine goes away after a step. The start ends by an error that saves nothing."""
     original, count = loop.optimizer_step, [0]
     assert worst_step.optimizer_step is original
 
@@ -75,12 +76,11 @@ def lose_machine_after(monkeypatch: pytest.MonkeyPatch, last: int, folder: Path)
 
 
 def lose(monkeypatch: pytest.MonkeyPatch, recipe: Path, last: int) -> None:
-    folder = recipe.parent / "first"
     with monkeypatch.context() as fault:
-        lose_machine_after(fault, last, folder)
+        lose_machine_after(fault, last)
         with pytest.raises(ConnectionAbortedError):
             main([str(recipe)])
-    shutil.rmtree(folder)
+    shutil.rmtree(recipe.parent / "first")
     restart._fetched_records.cache_clear()
 
 
@@ -114,21 +114,21 @@ def test_an_empty_machine_goes_on_to_the_bit(
 
 @pytest.mark.slow
 def test_the_best_step_before_the_loss_is_exported_after_it(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one checkpoint kept, the best evaluation's own one is not the newest."""
-    words = [str(recipe), "save_total_limit=1", "training.load_best_model_at_end=true", "eval_steps=1"]
-    words += ["training.learning_rate=10"]
-    assert main([*words, f"output_dir={tmp_path}/whole", "run.storage=null"]) == 0
-    best = json.loads((tmp_path / "whole" / "run_state.json").read_text())["exported"]["step"]
-    assert best < 3, "else this test says nothing"
+    storage = {"storage": f"file://{tmp_path}/store"}
+    recipe = overfitting(tmp_path, tiny_llama, write_sets(tmp_path), run=storage)
+    assert main([str(recipe), f"output_dir={tmp_path}/whole", "run.storage=null"]) == 0
+    best = document(tmp_path / "whole", "run_state.json")["exported"]["step"]
+    assert best < STEPS - 2, "else this test says nothing"
     with monkeypatch.context() as fault:
-        lose_machine_after(fault, 3, tmp_path / "first")
+        lose_machine_after(fault, STEPS - 2)
         with pytest.raises(ConnectionAbortedError):
-            main(words)
+            main([str(recipe)])
     restart._fetched_records.cache_clear()
-    assert main([*words, f"output_dir={tmp_path}/second"]) == 0
-    assert json.loads((tmp_path / "second" / "run_state.json").read_text())["exported"]["step"] == best
+    assert main([str(recipe), f"output_dir={tmp_path}/second"]) == 0
+    assert document(tmp_path / "second", "run_state.json")["exported"]["step"] == best
     assert same_adapters(tmp_path / "second", tmp_path / "whole")
 
 
@@ -208,7 +208,7 @@ def test_a_folder_with_another_run_is_not_overwritten(
     lose(monkeypatch, recipe, 2)
     other = tmp_path / "other"
     with monkeypatch.context() as fault:
-        lose_machine_after(fault, 1, other)
+        lose_machine_after(fault, 1)
         with pytest.raises(ConnectionAbortedError):
             main([str(recipe), f"output_dir={other}", "run.storage=null", "training.learning_rate=0.5"])
     state = (other / "run_state.json").read_bytes()
@@ -223,7 +223,7 @@ def test_a_folder_that_is_as_new_fetches_nothing(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as fault:
-        lose_machine_after(fault, 3, tmp_path / "first")
+        lose_machine_after(fault, 3)
         with pytest.raises(ConnectionAbortedError):
             main([str(recipe)])
     for file in (tmp_path / "store").rglob("model-00000.safetensors"):
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_had_not_arrived_is_sent_by_the_next_start(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as fault:
-        lose_machine_after(fault, 2, tmp_path / "first")
+        lose_machine_after(fault, 2)
         with pytest.raises(ConnectionAbortedError):
             main([str(recipe), "run.storage=null"])
         with pytest.raises(ConnectionAbortedError):

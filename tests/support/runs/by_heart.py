@@ -105,7 +105,10 @@ def _memorise(model: Any, documents: list[Any], steps: int) -> None:
     places = (labels[1:] != -100).nonzero()[:, 0]  # each position that predicts a supervised token
     targets = labels[1:][places]
     inner: Any = decoder_parts(model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=0)
+    # The second moment forgets large gradients in 20 steps. torch's 0.999 remembers them for 1,000, and shrinks every
+    # update until then: at step 600 cohere2's model still confused two questions, each with a loss of 0.69.
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=5e-3, betas=(0.9, 0.95), weight_decay=0)
     slower = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, steps)
     for _ in range(steps):
         # The head alone over these positions: its logits of the whole row would take most of the time.
