@@ -179,10 +179,3 @@ def test_the_plan_sets_the_timeout(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert asked == [(["llama3_ddp", *PUSHED, *steps], "4xL4")]
     assert main(["launch", "llama3_ddp", *IMAGE, *PUSHED, *steps, "training.per_device_batch_size=9"]) == 3
     assert "does not fit on l4x4; see finetune plan llama3_ddp" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_real_plan_sets_the_timeout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "llama3_1b_lora_1x8gb", *IMAGE, *PUSHED, "training.max_steps=10"]) == 0
-    (minutes,) = re.findall(r" --timeout (\d+)m ", capsys.readouterr().out)
-    assert 30 < int(minutes) < 60

@@ -404,3 +404,11 @@ def test_the_model_is_probed_in_a_child(
     code, out, told = plan_output([recipe, "lora=null"], capsys)
     assert (code, out) == (4, "")
     assert "the loss differs" in told
+
+
+@pytest.mark.slow
+def test_a_job_on_the_hub_ends_some_time_after_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--on", "hf-jobs", "--image", "registry.example/finetune:1.0", "hub.push=true", "hub.repo_id=me/tuned"]
+    assert main(["launch", "llama3_1b_lora_1x8gb", *job, "training.max_steps=10"]) == 0
+    (minutes,) = re.findall(r" --timeout (\d+)m ", capsys.readouterr().out)
+    assert 30 < int(minutes) < 60
