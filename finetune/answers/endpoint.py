@@ -225,10 +225,10 @@ def _question_sent(
 
 
 class KeptAnswers:
-    """A server's answers, in a file from when they come until an evaluation has all of them.
+    """Asks a server, and keeps its answers in a file from when they come until `eval` or `sample` has all of them.
 
-    An evaluation that a fault, a signal or a crash ended asks the rest when it is started again. An answer is known by
-    the hash of its address and its request.
+    A command that a fault, a signal or a crash ended asks the rest when it is started again. An answer is known by the
+    hash of its address and its request.
     """
 
     def __init__(self, file: Path, endpoint: Endpoint) -> None:

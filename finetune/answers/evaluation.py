@@ -133,9 +133,12 @@ def measure(
         remedy = "name rows: --data FILE, or --general or --tasks"
         raise FinetuneError(f"{run.folder}: its recipe holds no rows out (data.eval is null); {remedy}")
     not_scored = list[str]()
-    questions = _questions(run, computing, request, say, not_scored.append)
-    for line in not_scored:
+
+    def leave_out(line: str) -> None:
+        not_scored.append(line)
         say(line)
+
+    questions = _questions(run, computing, request, say, leave_out)
     kept = None  # a server's answers, until they are scored
     if request.endpoint is not None and questions:
         kept = KeptAnswers(run.folder / EVAL_KEPT, request.endpoint)
@@ -228,7 +231,7 @@ def _questions(
     """The questions of this request, in the order of eval.json. Raises FinetuneError for one that cannot be asked.
 
     Args:
-        leave_out: Receives why answers are not scored, or not by probability.
+        leave_out: Says why answers are not scored, or not by probability, and keeps it for eval.json.
     """
     recipe, questions, measured = run.recipe, list[Question](), list[str]()
     prepared = None if recipe.data.eval is None else prepare(recipe, load_tokenizer(recipe))

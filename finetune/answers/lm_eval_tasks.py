@@ -91,7 +91,7 @@ def task_figures(
                 }
                 for task, values in evaluation["results"].items()
             }
-        del model, language_model  # the next one takes its place on the device
+        del model, decoder, language_model  # the next one takes its place on the device
     lines = [f"{'task':24}{'metric':24}{'base':>10}{'tuned':>10}"]
     for task, metrics in figures["tuned"].items():
         for metric, value in metrics.items():

@@ -142,18 +142,19 @@ def given_options(
     run: FinishedRun,
     computing: Computing,
     scored_set: ScoredSet,
-    say: Callable[[str], None],
+    leave_out: Callable[[str], None],
 ) -> OptionScores | None:
     """The options of these rows: those of eval.options, or their own answers if those are few, short and repeated.
 
-    None if there are none. None, with a line, if a row has another answer or two options are the same tokens.
+    None if there are none. None, with a line to `leave_out`, if a row has another answer, is too long with an option,
+    or two options are the same tokens.
     """
     answers = [last_answer(content) for content in scored_set.contents]
     options = [*run.recipe.eval.options]
     if options:
         wrong = [item.place for item, answer in zip(scored_set.items, answers, strict=True) if answer not in options]
         if wrong:
-            say(f"given answers: not scored by probability; {wrong[0]}: its answer is none of eval.options")
+            leave_out(f"given answers: not scored by probability; {wrong[0]}: its answer is none of eval.options")
             return None
     else:
         options = options_among(Counter(answers))
@@ -174,14 +175,14 @@ def given_options(
         except RowError as error:
             documents = error
         if isinstance(documents, RowError):  # an option makes the row longer than data.max_length
-            say(f"given answers: not scored by probability; {documents}")
+            leave_out(f"given answers: not scored by probability; {documents}")
             return None
         option_of: dict[tuple[int, ...], str] = {}
         for option, document in zip(options, documents, strict=True):
             ids, labels = np.asarray(document.input_ids), np.asarray(document.labels)
             same = option_of.setdefault(tuple(document.input_ids), option)
             if same != option:  # a template strips white space; each of the two would have half of the probability
-                say(f"given answers: not scored by probability; {same!r} and {option!r} are the same tokens")
+                leave_out(f"given answers: not scored by probability; {same!r} and {option!r} are the same tokens")
                 return None
             labels[: len(encoder.prompt_of(ids, labels).prompt_ids)] = IGNORE
             encoded.append((ids, labels))

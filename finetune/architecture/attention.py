@@ -28,6 +28,7 @@ from finetune.architecture.varlen_kernel import HEAD_MULTIPLE, attend_on_cuda, f
 from finetune.errors import FinetuneError
 
 NAME = "varlen"
+LIBRARYS = ("sdpa", "eager")  # the library's own, which run on every device
 # What says where documents end. A module that gets it gets each document's own, where it runs on one after another.
 ENDS, LENGTHS = "cu_seq_lens", "document_lengths"
 # What compiled layers are given in place of the lengths, each of which would make a graph of its own.

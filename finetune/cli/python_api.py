@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,19 +130,31 @@ def load(run: str | os.PathLike[str]) -> TrainedRun:
 
 
 def _as_json(content: Mapping[str, Any]) -> str:
-    """Values as a recipe's file has them: paths as text, numpy's numbers as numbers. Raises RecipeError for others."""
+    """Values as a recipe's file has them: paths and dates as text, numpy's numbers as numbers.
 
-    def plain(value: Any) -> Any:
+    Raises RecipeError for others, with their keys.
+    """
+    mistakes: list[str] = []
+
+    def plain(value: Any, path: tuple[str | int, ...]) -> Any:
+        if hasattr(value, "tolist"):  # a number or an array of numpy or torch
+            value = value.tolist()
+        if isinstance(value, Mapping):
+            return {str(key): plain(inner, (*path, str(key))) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(inner, (*path, index)) for index, inner in enumerate(value)]
         if isinstance(value, os.PathLike):
             return os.fspath(value)
-        if isinstance(value, Mapping):
-            return dict(value)
-        if hasattr(value, "tolist"):  # a number or an array of numpy or torch
-            return value.tolist()
-        kind = type(value).__name__
-        raise RecipeError([f"{value!r} is a {kind}; a recipe holds texts, numbers, true, false, null, lists, mappings"])
+        if isinstance(value, date):
+            return value.isoformat()
+        if value is not None and not isinstance(value, str | int | float):
+            mistakes.append(f"{dotted(path)}: is of Python's type {type(value).__name__}; give a text or a number")
+        return value
 
-    return json.dumps(dict(content), default=plain)
+    content = plain(content, ())
+    if mistakes:
+        raise RecipeError(mistakes)
+    return json.dumps(content)
 
 
 def _run_command(*words: str) -> None:

@@ -60,7 +60,7 @@ def launch_of_ranks(processes: int, alone: str | None, recipe: Recipe) -> Any:
 
     Args:
         alone: An option that one process obeys.
-        recipe: A rank sets up its environment.
+        recipe: What a rank of it sets up in its environment: determinism and memory of GPUs.
     """
     from finetune.launch.launcher import take_out_left_over
     from finetune.launch.local_ranks import check_rank_count, count_gpus, is_rank_already, run_ranks

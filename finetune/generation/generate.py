@@ -207,7 +207,7 @@ def _answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], **options: Any
 ) -> list[Answer]:
     """Each row's answer, up to the token that ends it. Later tokens only pad a row that ended before the others."""
-    generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009  # of the mixin of the model's own class
+    generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009  # PreTrainedModel is not annotated with it
     ends = end_tokens(model, tokenizer)
     with warnings.catch_warnings(), nullcontext() if options.get("do_sample") else without_settings(model):
         # The warning is about weights in host memory. Each forward gathers them on the GPU.

@@ -46,7 +46,6 @@ EXACT = 1e-5  # relative, in float32
 TIMES_THE_LIBRARYS = 3.0
 FAR = 1e9  # distance if a value is not finite; a number, because results are kept as JSON
 SMALL_GRADIENT = 0.1  # a gradient that is 0 but for rounding (a key's bias) is measured by this share of the whole
-ELSEWHERE = ("sdpa", "eager")  # the library's own attentions, which run on every device
 # A model that chooses experts may differ by this much through rounding in 16 bits: a token with two nearly equal best
 # experts goes to the other one. A document that sees another document is off by more.
 BY_CHOICE = 0.1
@@ -324,7 +323,7 @@ def _in_float64(ours: RecipeSide, recipe: Recipe) -> RecipeSide:
         return ours
     kept = wide.difference_of(result)
     both = Difference(max(kept.loss, recomputing.loss), max(kept.gradients, recomputing.gradients), kept.worst)
-    return RecipeSide(wide, {KEPT: result}, {own: both, KEPT: kept})  # one entry if the recipe keeps layers
+    return RecipeSide(wide, {KEPT: result}, {own: both} if own == KEPT else {own: both, KEPT: kept})
 
 
 def _refusal(ours: RecipeSide, recipe: Recipe) -> Differs:
@@ -345,7 +344,7 @@ def _refusal(ours: RecipeSide, recipe: Recipe) -> Differs:
                 f"{off.loss:.1e} and gradients {off.gradients:.1e} from the library's own of one document at a time; "
                 "set model.router_aux_loss_coef: 0"
             )
-    others = [other for other in ELSEWHERE if other != recipe.model.attention]
+    others = [other for other in attention.LIBRARYS if other != recipe.model.attention]
     trials = {f"model.attention: {other}": _changed(recipe, other, packing=recipe.data.packing) for other in others}
     if recipe.data.packing:
         trials["data.packing: false"] = _changed(recipe, recipe.model.attention, packing=False)

@@ -32,7 +32,7 @@ from finetune.probe.remembered import one_at_a_time, precision_on, probe_key, re
 from finetune.recipe.schema import Recipe
 
 CPU = torch.device("cpu")
-ANYWHERE = (attention.NAME, "sdpa", "eager")  # attentions that run on every device
+ANYWHERE = (attention.NAME, *attention.LIBRARYS)  # attentions that run on every device
 
 
 @dataclass(frozen=True)

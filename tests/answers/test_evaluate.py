@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import math
+import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from finetune import finished_run as load_module
 from finetune.answers import by_ranks, evaluation
 from finetune.answers.by_ranks import Computing
+from finetune.answers.lm_eval_tasks import task_figures
 from finetune.answers.requests import EvalRequest
 from finetune.cli.main import main
 from finetune.finished_run import finished_run as load_run
@@ -110,7 +113,10 @@ def test_the_base_answers_alike_whatever_run_it_is_compared_with(
     assert opened.call_args.kwargs["with_loss"] is True
 
 
-def test_one_model_is_in_memory_at_a_time(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tasks", [False, True])
+def test_one_model_is_in_memory_at_a_time(
+    tasks: bool, tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Base and tuned model of an all-weights run: 8B in bfloat16 would take 32 GB instead of 16."""
     run = finished_run(tmp_path, tiny_llama, lora=None)
     alive: list[weakref.ref[Any]] = []
@@ -124,6 +130,20 @@ def test_one_model_is_in_memory_at_a_time(tmp_path: Path, tiny_llama: Path, monk
         return model
 
     monkeypatch.setattr(load_module, "load_whole", counted)
+    if tasks:
+        # lm-eval's place is taken: what is held here is held between its calls.
+        task = SimpleNamespace(OUTPUT_TYPE="multiple_choice")
+        manager = SimpleNamespace(match_tasks=lambda names: names, load=lambda names: {"tasks": {names[0]: task}})
+        monkeypatch.setitem(
+            sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=lambda *_, **options: {"results": {"a": {}}})
+        )
+        monkeypatch.setitem(
+            sys.modules, "lm_eval.models.huggingface", SimpleNamespace(HFLM=lambda pretrained, **_: [pretrained])
+        )
+        monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=lambda include_path: manager))
+        figures = task_figures(load_run(run), torch.device("cpu"), EvalRequest(tasks=["a"]), lambda _: None)
+        assert (len(alive), figures["tuned"]) == (2, {"a": {}})
+        return
     measured = evaluation.measure(
         load_run(run), Computing(torch.device("cpu")), EvalRequest(generate=False), lambda _: None, lambda _: None
     )

@@ -150,6 +150,10 @@ def test_options_that_a_template_makes_equal_are_said(tmp_path: Path, capsys: py
     recorded = json.loads((run / "eval.json").read_text("utf-8"))
     assert recorded["not_scored"] == [line]
     assert "options" not in recorded
+    assert main(["eval", str(run), "--fail-under", "options=0.5"]) == 2
+    printed = capsys.readouterr()
+    assert line in printed.out, "also where the command ends because of it"
+    assert "--fail-under options: is not measured here" in printed.err
 
 
 def test_brier_and_calibration_by_hand() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -93,8 +94,10 @@ def test_values_of_python_are_a_files_values(
     finetune.fit(content, training=MappingProxyType({"max_steps": 4}), samples={"prompts": ("one", "two")})
     assert trained[1].training.max_steps == 4
     assert (len(trained[1].data.train), trained[1].samples.prompts) == (2, ["one", "two"])
-    with pytest.raises(RecipeError, match="is a object; a recipe holds texts"):
-        finetune.fit(content, output_dir=object())
+    finetune.fit(content, data={"date_string": date(2026, 11, 30)})
+    assert trained[2].data.date_string == "2026-11-30"
+    with pytest.raises(RecipeError, match=r"^data\.train\.0\.path: is of Python's type set; give a text or a number$"):
+        finetune.fit(content, data={"train": [{"path": {"json"}}]})
 
 
 @pytest.mark.thorough
