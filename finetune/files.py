@@ -231,25 +231,24 @@ def torn_lines(path: Path) -> int:
     return sum(row is None and line.endswith(b"\n") for row, line in _lines(path))
 
 
-def cut_lines(path: Path, last_step: int) -> tuple[list[dict[str, Any]], int]:
+def cut_lines(path: Path, last_step: int) -> int:
     """Keeps, bit for bit, the lines up to `last_step`: those that were there when that step's checkpoint was written.
 
-    A line without an integer `step` is kept, a torn line is dropped. Returns the kept rows, and the number of torn
-    lines as `torn_lines` counts them.
+    A line without an integer `step` is kept, a torn line is dropped. Returns the number of torn lines, as `torn_lines`
+    counts them.
     """
     if not path.exists():
-        return [], 0
-    rows, kept, torn = list[dict[str, Any]](), list[bytes](), 0
+        return 0
+    kept, torn = list[bytes](), 0
     for row, line in _lines(path):
         if row is None:
             torn += line.endswith(b"\n")
         elif not isinstance(step := row.get("step"), int) or step <= last_step:
-            rows.append(row)
             kept.append(line)
     content = b"".join(kept).decode("utf-8")
     if content != path.read_bytes().decode("utf-8", errors="replace"):
         write_text(path, content)
-    return rows, torn
+    return torn
 
 
 def _lines(path: Path, last_bytes: int | None = None) -> Iterator[tuple[dict[str, Any] | None, bytes]]:

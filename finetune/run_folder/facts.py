@@ -201,9 +201,10 @@ def describe_missing(holes: Sequence[tuple[int, int]], torn: int) -> str:
     return ""
 
 
-def lost_lines(run_dir: Path, metrics: Sequence[Mapping[str, Any]], torn: int, step: int) -> Iterator[str]:
-    """A line for the user if `metrics` lacks steps up to `step`, or had torn lines."""
-    numbered = [line for line in metrics if isinstance(line.get("step"), int)]
+def lost_lines(run_dir: Path, torn: int, step: int) -> Iterator[str]:
+    """A line for the user if metrics.jsonl, which ends at `step`, lacks steps, or had torn lines."""
+    file = run_dir / "metrics.jsonl"
+    numbered = [line for line in read_lines(file) if isinstance(line.get("step"), int)] if file.exists() else []
     if lost := describe_missing(missing_steps(numbered, step), torn):
         yield f"{run_dir}: {lost}; the report shows where"
 

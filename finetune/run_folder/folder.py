@@ -315,9 +315,9 @@ def claim_run_folder(
             # checkpoint, so a resumed run writes them again.
             step = checkpoint.step
             notes.append(f"resumed from step {step} ({checkpoint.path})")
-            metrics, torn = cut_lines(run_dir / "metrics.jsonl", step)
+            torn = cut_lines(run_dir / "metrics.jsonl", step)
             cut_lines(run_dir / "samples.jsonl", step - 1)
-            notes += lost_lines(run_dir, metrics, torn, step)
+            notes += lost_lines(run_dir, torn, step)
         _write_state(run_dir, "running", step, command, identity.values)
     except BaseException:
         os.close(locked)
@@ -482,13 +482,13 @@ def go_on(
 ) -> tuple[Checkpoint, str]:
     """Prepare a finished run's folder for a longer run. Returns the checkpoint to start from, and a line for the user.
 
-    The run's result moves to exports/, and later checkpoints are deleted. If the rows ended in a short last step, the
-    longer run has more rows there, and continues from the checkpoint before it, if there is one. Example with 10 rows
-    and steps of 4 rows: step 3 had 2 rows. A run over 20 rows has 4 there, so it continues from step 2.
+    If the rows ended in a short last step, the longer run has more rows there, and continues from the checkpoint before
+    it, if there is one. Example with 10 rows and steps of 4 rows: step 3 had 2 rows. A run over 20 rows has 4 there, so
+    it continues from step 2. Checkpoints after the start are deleted, and the run's result moves to exports/.
 
     Args:
-        planned: The length that the run finished with.
-        newest: Its newest valid checkpoint.
+        planned: The length that the finished run's recipe asked for.
+        newest: Its newest valid checkpoint; None: none is left.
         done: The run's last step.
 
     Raises FinetuneError if early stopping ended the run, or no checkpoint is left.

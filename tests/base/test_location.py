@@ -151,14 +151,6 @@ def test_second_call_reads_metadata_only(site: Path, cache: Path, monkeypatch: p
     assert time.perf_counter() - began < 0.2
 
 
-def test_a_process_looks_a_package_up_once(site: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = resolve_model_path("package:tiny-gguf")
-    monkeypatch.setattr("importlib.metadata.distribution", None)
-    assert resolve_model_path("package:tiny-gguf") == folder
-    with pytest.raises(TypeError):  # another one is looked up
-        resolve_model_path("package:no-gguf")
-
-
 def test_origin_says_where_it_came_from(site: Path, cache: Path) -> None:
     folder = resolve_model_path("package:tiny-gguf")
     origin = read_origin(folder)

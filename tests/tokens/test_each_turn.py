@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.data.sources import resolve
+from finetune.data.sources import Source, resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import Recipe
 from finetune.tokens.cache import VERSION, documents_keys, stored_documents
@@ -118,6 +119,30 @@ def test_the_setting_is_part_of_the_address(tmp_path: Path) -> None:
         encoder = Encoder(thinking_tokenizer("qwen3"), data)
         keys.add(documents_keys(resolve(data.train[0]), data, encoder)[VERSION])
     assert len(keys) == 2
+
+
+def test_addresses_of_this_and_earlier_versions_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of earlier releases are resumed by them. The file is hashed once for all."""
+    file = write(tmp_path / "rows.jsonl", [dialogue(0, 2)])
+    data, hashed = recipe_of(file).data, list[Path]()
+    encoder, key = Encoder(thinking_tokenizer("qwen3"), data), Source.key
+    monkeypatch.setattr(Source, "key", lambda source: hashed.extend(source.files) or key(source))
+    identity = {"tokenizer": "0a", "template": "1b", "ends": "2c"}  # ends: where a template writes none of its own
+    monkeypatch.setattr(Encoder, "identity", lambda encoder: dict(identity))
+    addresses = documents_keys(resolve(data.train[0]), data, encoder)
+    assert hashed == [file]
+    digest = hashlib.blake2b(file.read_bytes()).hexdigest()[:32]
+    entry = data.train[0]
+    parts: dict[str, Any] = {"source": {"kind": "json", "files": [digest], "split": "all"}}
+    parts |= {name: getattr(data, name) for name in ("max_length", "train_on", "truncation", "date_string")}
+    reading = {name: getattr(entry, name) for name in ("format", "columns", "roles", "chat_template_kwargs")}
+    for version in (9, 8, 7):
+        if version < 9:
+            identity.pop("ends", None)
+        whole = {**parts, "reading": reading, "version": version, "encoder": identity}
+        text = json.dumps(whole, sort_keys=True, default=lambda section: section.model_dump())
+        assert addresses[version] == hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    assert len({*addresses.values()}) == len(addresses) == 3
 
 
 @pytest.mark.parametrize("one_line", [False, True])
