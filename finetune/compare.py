@@ -140,7 +140,7 @@ def _split_values(text: str) -> list[str]:
 
 
 def plan_comparison(
-    recipe: Path, overrides: Sequence[str], asked: Mapping[str, RowSettings], *, steps: int, folder: Path | None
+    recipe: Path, overrides: Sequence[str], requested: Mapping[str, RowSettings], *, steps: int, folder: Path | None
 ) -> Comparison:
     """Read the recipe of every row, by name and settings, before anything runs. Raises RecipeError, FinetuneError."""
     run_dir = Path(load_recipe(recipe, overrides).recipe.run_dir)
@@ -148,7 +148,7 @@ def plan_comparison(
     if folder.exists() and any(folder.iterdir()) and not (folder / "compare.json").is_file():
         raise FinetuneError(f"{folder}: is not a comparison's folder and not empty; name another folder with -o")
     rows = []
-    for number, (name, settings) in enumerate(asked.items(), 1):
+    for number, (name, settings) in enumerate(requested.items(), 1):
         words = [*overrides, *(f"{key}={value}" for key, value in settings.items())]
         job = folder / "jobs" / f"{number:03d}_{re.sub('[^A-Za-z0-9_-]+', '_', name)[:60]}"
         try:
@@ -202,20 +202,20 @@ def _is_finished(row: ComparedRow) -> bool:
     try:
         if (state := read_state(row.folder)) is None or state["state"] != "finished":
             return False
-        there = recipe_from_resolved(row.folder / "recipe.yaml")
+        recorded = recipe_from_resolved(row.folder / "recipe.yaml")
         began = (row.folder / "recipe.yaml").stat().st_mtime
-        files = [file for entry in there.data.sets for file in resolve(entry).files]
-        files += [Path(name) for name in (there.eval.generate.file,) if name is not None]
-        if there.model.adapter is not None and Path(there.model.adapter).is_dir():
-            files += Path(there.model.adapter).glob("*.safetensors")
+        files = [file for entry in recorded.data.sets for file in resolve(entry).files]
+        files += [Path(name) for name in (recorded.eval.generate.file,) if name is not None]
+        if recorded.model.adapter is not None and Path(recorded.model.adapter).is_dir():
+            files += Path(recorded.model.adapter).glob("*.safetensors")
         edited = any(file.stat().st_mtime > began for file in files)
     except (FinetuneError, OSError):
         return False
     # The run chose the formats for `auto`.
-    formats = {PRECISION: there.training.mixed_precision, BASE_FORMAT: there.model.dtype}
+    formats = {PRECISION: recorded.training.mixed_precision, BASE_FORMAT: recorded.model.dtype}
     asked = row.loaded.with_formats(formats, "")[0].recipe
     is_other_base = is_same_base(recorded_base(row.folder), base_identity(asked.model)) is False
-    return there == asked and not edited and not is_other_base
+    return recorded == asked and not edited and not is_other_base
 
 
 def _train(recipe: Path, row: ComparedRow, progress: Callable[[str, int], None]) -> str | None:

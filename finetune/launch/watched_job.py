@@ -92,9 +92,9 @@ def relative_difference(value: float | None, expected: float | None) -> float:
         return 0.0
     if value is None or expected is None or expected == 0.0:
         return math.inf
-    apart = abs(value - expected) / abs(expected)
-    if math.isfinite(apart):
-        return apart
+    distance = abs(value - expected) / abs(expected)
+    if math.isfinite(distance):
+        return distance
     return math.inf
 
 

@@ -80,10 +80,10 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Any]:
     layers that kernels read without any adapter.
     """
     head, inside, past = model.get_output_embeddings(), language_paths(model), set(_read_by_kernels(model))
-    found = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
+    layers = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
     return {
         path: module
-        for path, module in found
+        for path, module in layers
         if module is not head and inside(path) and path not in past and not _is_added(path) and _is_plain(module)
         if not hasattr(module, "finetune_experts")
     }
@@ -183,13 +183,13 @@ def named_targets(model: PreTrainedModel, lora: Lora, targets: Targets) -> set[s
     """The paths of the modules and parameters that are to get an adapter, by peft's rules."""
     paths = [path for path, _ in model.named_modules() if path and not is_excluded(lora, path)]
     if isinstance(targets.modules, str):
-        found = {path for path in paths if re.fullmatch(targets.modules, path)}
+        matches = {path for path in paths if re.fullmatch(targets.modules, path)}
     else:
-        found = {path for name in targets.modules for path in ends_of(paths, name)}
+        matches = {path for name in targets.modules for path in ends_of(paths, name)}
     # peft puts its ordinary layer around one that is packed, also where its weight is named.
     packed = {f"{path}.weight": path for path, module in model.named_modules() if is_packed(module)}
     parameters = [path for path, _ in model.named_parameters()]
-    return found | {packed.get(path, path) for name in targets.parameters for path in ends_of(parameters, name)}
+    return matches | {packed.get(path, path) for name in targets.parameters for path in ends_of(parameters, name)}
 
 
 def names_near(name: str, others: Iterable[str]) -> str:
@@ -197,7 +197,7 @@ def names_near(name: str, others: Iterable[str]) -> str:
     known = list(dict.fromkeys(others))
     last = {other.rpartition(".")[2]: other for other in reversed(known)}
     close = get_close_matches(name, known, n=3) or [
-        last[each] for each in get_close_matches(name.rpartition(".")[2], list(last), n=3)
+        last[near] for near in get_close_matches(name.rpartition(".")[2], list(last), n=3)
     ]
     if close:
         return f"the nearest are {', '.join(close)}"
@@ -251,12 +251,12 @@ def _beyond(model: PreTrainedModel, lora: Lora) -> Iterator[str]:
     for name in [targets] if isinstance(targets, str) else targets:
         pattern = name if isinstance(targets, str) else rf"(.*\.)?{re.escape(name)}"
         paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-        found = [path for path in paths if re.fullmatch(pattern, path) and not is_excluded(lora, path)]
-        outside = [path for path in found if not inside(path) and model.get_submodule(path) is not _head(model)]
+        matches = [path for path in paths if re.fullmatch(pattern, path) and not is_excluded(lora, path)]
+        outside = [path for path in matches if not inside(path) and model.get_submodule(path) is not _head(model)]
         if outside:
             names = name.rpartition(".")[2] if isinstance(targets, list) else "(q|k|v|o)_proj"
             remedy = f"write all-linear, or a pattern of whole paths: {re.escape(place)}\\..*\\.{names}"
-            if not any(map(inside, found)):
+            if not any(map(inside, matches)):
                 own = {path.rpartition(".")[2]: None for path in paths if inside(path)}
                 remedy = names_near(name, own)
             yield (
@@ -373,7 +373,7 @@ def _short(path: str) -> str:
 
 def _matrices(base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str, int]:
     """The number of weights in each matrix of the language model's layers, by its layer's or parameter's path."""
-    found, inside = {}, language_paths(base)
+    parameters, inside = {}, language_paths(base)
     ends = {id(base.get_input_embeddings()), id(base.get_output_embeddings())}
     for path, module in base.named_modules():
         own = base_path(path)
@@ -385,8 +385,8 @@ def _matrices(base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str
                 continue
             weights = module.in_features * module.out_features if packed else numel(parameter)
             layer = (packed or isinstance(module, nn.Linear | Conv1D)) and name == "weight"
-            found[own if layer else f"{own}.{name}"] = int(weights)
-    return found
+            parameters[own if layer else f"{own}.{name}"] = int(weights)
+    return parameters
 
 
 def _taken_for_experts(model: PreTrainedModel, layers: Iterable[str]) -> set[str]:

@@ -104,7 +104,7 @@ def experts_as_parameters(model: nn.Module) -> AbstractContextManager[None]:
     return experts_by_shape(model)
 
 
-def _places_of_rows(model: PreTrainedModel, lora: Lora, asked: set[str], rows: Sequence[int]) -> dict[str, list[int]]:
+def _places_of_rows(model: PreTrainedModel, lora: Lora, named: set[str], rows: Sequence[int]) -> dict[str, list[int]]:
     """peft's `trainable_token_indices`: rows of the embeddings, and of the head if it is not tied to them.
 
     Raises FinetuneError if peft would train them differently, or leave something out.
@@ -115,8 +115,8 @@ def _places_of_rows(model: PreTrainedModel, lora: Lora, asked: set[str], rows: S
     ends = [paths[id(end)] for end in (embeddings, head)]
     tied = embeddings.weight is head.weight
     for path in ends:
-        if path in asked or is_excluded(lora.model_copy(update={"exclude_modules": []}), path):
-            key = "target_modules" if path in asked else "modules_to_save"
+        if path in named or is_excluded(lora.model_copy(update={"exclude_modules": []}), path):
+            key = "target_modules" if path in named else "modules_to_save"
             name = path.rpartition(".")[2]
             raise FinetuneError(
                 f"lora.{key}: names {name}, whose new rows model.add_tokens trains; leave {name} out, or train all "

@@ -36,19 +36,19 @@ def widening(config: PreTrainedConfig, recipe: Recipe) -> Any:
     method = stored.get("quant_method", "bitsandbytes" if any(map(stored.get, BITSANDBYTES)) else None)
     if method is None:
         return None
-    asked = recipe.quantization.model_dump() if recipe.quantization else {}
+    quantization = recipe.quantization.model_dump() if recipe.quantization else {}
     place = f"model.name_or_path: {recipe.model.name_or_path} is stored quantised ({method})"
     if method == "bitsandbytes":
         keys = (*BITSANDBYTES, *(FOUR_BIT if stored.get("load_in_4bit") else ()))
-        if any(asked.get(key) != stored.get(key) for key in keys):
+        if any(quantization.get(key) != stored.get(key) for key in keys):
             settings = ", ".join(f"{key}: {str(stored[key]).lower()}" for key in keys if stored.get(key) is not None)
             raise FinetuneError(f"{place}; set quantization: {{{settings}}}, or name the model in 16 bits")
         return None
     if method not in WIDENED:
         raise FinetuneError(f"{place}, which cannot be trained; name the model in 16 bits")
-    if method == MXFP4 and asked.get("load_in_4bit"):  # its experts stay as they are stored
+    if method == MXFP4 and quantization.get("load_in_4bit"):  # its experts stay as they are stored
         return None
-    if asked:
+    if quantization:
         raise FinetuneError(
             f"{place}, and 4 or 8 bits are made of 16; name the model in 16 bits, or leave quantization out"
         )

@@ -153,8 +153,8 @@ class _Quantise(ConversionOps):
                 quantised[name] = four_bit_weight(on_device.flatten(0, 1), self.config).to(held_on)
                 quantised[name].finetune_experts = tuple(value.shape)
             else:
-                found = self.of_layers.convert({name: on_device}, *places, model=model, **kwargs)
-                quantised |= {path: weight.to(held_on) for path, weight in found.items()}
+                converted = self.of_layers.convert({name: on_device}, *places, model=model, **kwargs)
+                quantised |= {path: weight.to(held_on) for path, weight in converted.items()}
         return quantised
 
 
@@ -419,5 +419,5 @@ def _difference(experts: Any, shapes: Mapping[str, ExpertsShape], transposed: bo
         given += [torch.tensor([[0, 2], [2, 3], [3, 0], [1, 2]] * 2), drawn(8, 2).softmax(-1)]
     with torch.no_grad():
         expected = librarys(small, *given)
-        found = _computed(small, small_weights, {}, sizes[count], torch.float32, given)
-    return float((found - expected).norm() / expected.norm())
+        computed = _computed(small, small_weights, {}, sizes[count], torch.float32, given)
+    return float((computed - expected).norm() / expected.norm())

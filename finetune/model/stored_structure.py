@@ -100,12 +100,12 @@ def as_stored(config: PreTrainedConfig, section: ModelSection, path: str | None 
     if path is None and (section.name_or_path, section.revision) in _AGREED:
         tied = _AGREED[section.name_or_path, section.revision]
     else:
-        found = stored_structure(section, path)
-        tied = None if found is None else found.tied
+        structure = stored_structure(section, path)
+        tied = None if structure is None else structure.tied
     if tied is not None:
-        for each in (config, config.get_text_config()):
-            if bool(getattr(each, "tie_word_embeddings", False)) != tied:
-                each.tie_word_embeddings = tied
+        for settings in (config, config.get_text_config()):
+            if bool(getattr(settings, "tie_word_embeddings", False)) != tied:
+                settings.tie_word_embeddings = tied
     return config
 
 
@@ -123,10 +123,10 @@ def unties(folder: Path, config: Mapping[str, Any]) -> bool:
         shapes = [facts.shape for header in headers for facts in header.values()]
         if sum(len(shape) == 2 and shape[0] == text.get("vocab_size", shape[0]) for shape in shapes) < 2:
             return False
-        found = stored_structure(ModelSection(name_or_path=str(folder)))
+        structure = stored_structure(ModelSection(name_or_path=str(folder)))
     except FinetuneError:  # damaged files, or code that is not trusted: the load reports them
         return False
-    return found is not None and found.is_at_odds
+    return structure is not None and structure.is_at_odds
 
 
 def refuse_files(recipe: Recipe, found: StoredStructure | None) -> None:
@@ -180,8 +180,8 @@ def _decided(folder: str, files: tuple[str, ...], key: tuple[Any, ...], trusted:
         structure: Any = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trusted)
     ties = dict(getattr(structure, "all_tied_weights_keys", None) or {})
     untied = copy.deepcopy(config)
-    for each in (untied, untied.get_text_config()):
-        each.tie_word_embeddings = False
+    for settings in (untied, untied.get_text_config()):
+        settings.tie_word_embeddings = False
     info = _loaded_onto_meta(type(structure), untied, {name: facts for name, (_, facts) in tensors.items()})
     missing = set(info["missing_keys"])
     unread = {name: file for name, (file, _) in tensors.items() if name not in info["taken"]}
@@ -191,13 +191,13 @@ def _decided(folder: str, files: tuple[str, ...], key: tuple[Any, ...], trusted:
     numbers = structure.state_dict().keys() - dict(structure.named_parameters(remove_duplicate=False)).keys()
     names = WholeNames({}, structure)
     stored = {name: names.in_file(name, tensors) for name in sorted(numbers)}
-    buffers = {name: (tensors[there][0], there) for name, there in stored.items() if there in info["taken"]}
+    buffers = {name: (tensors[saved][0], saved) for name, saved in stored.items() if saved in info["taken"]}
     tied = True if ties else None
     for target, source in ties.items():
-        there = {target, source} - missing
-        if len(there) == 1:  # transformers uses the one for both
+        present = {target, source} - missing
+        if len(present) == 1:  # transformers uses the one for both
             missing -= {target, source}
-        elif len(there) == 2 and not _are_equal(structure, untied, tensors, (target, source)):
+        elif len(present) == 2 and not _are_equal(structure, untied, tensors, (target, source)):
             tied = False
     problem = "" if quantised else _problem(structure, missing, info, ties=bool(ties))
     content = [f"{name} {facts.dtype} {facts.shape}" for name, (_, facts) in sorted(tensors.items())]
@@ -207,12 +207,12 @@ def _decided(folder: str, files: tuple[str, ...], key: tuple[Any, ...], trusted:
 
 def passed_over(kind: type[PreTrainedModel], config: PreTrainedConfig, names: Iterable[str]) -> set[str]:
     """The names of tensors that this class ignores without a word when it is loaded."""
-    wanted = dict.fromkeys(names, TensorFacts("F32", (1,)))
+    expected = dict.fromkeys(names, TensorFacts("F32", (1,)))
     with _without_engine():
-        unexpected = set(_loaded_onto_meta(kind, config, wanted)["unexpected_keys"])
-    if unexpected - wanted.keys():  # under other names, so which ones is not known
+        unexpected = set(_loaded_onto_meta(kind, config, expected)["unexpected_keys"])
+    if unexpected - expected.keys():  # under other names, so which ones is not known
         return set()
-    return wanted.keys() - unexpected
+    return expected.keys() - unexpected
 
 
 def _loaded_onto_meta(

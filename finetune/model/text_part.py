@@ -50,9 +50,9 @@ class WholeNames:
 
     def of(self, path: str) -> str:
         """The path in the whole model for a module or tensor of the text part."""
-        for own, there in self.places.items():
+        for own, place in self.places.items():
             if path == own or path.startswith(f"{own}."):
-                return there + path.removeprefix(own)
+                return place + path.removeprefix(own)
         return path
 
     def second(self, paths: Iterable[str]) -> set[str]:
@@ -106,7 +106,7 @@ def trained_config(config: PreTrainedConfig) -> PreTrainedConfig:
         return config
     text: PreTrainedConfig = copy.deepcopy(config.text_config)
     # Each of the two has a default, and Mistral 3's say different things; a head of its own is never lost by this.
-    text.tie_word_embeddings = all(getattr(each, "tie_word_embeddings", True) for each in (config, text))
+    text.tie_word_embeddings = all(getattr(settings, "tie_word_embeddings", True) for settings in (config, text))
     text._name_or_path = config._name_or_path
     return text
 
@@ -126,8 +126,8 @@ def text_alone(whole: PreTrainedModel, quantization: BitsAndBytesConfig | None =
     part.config._name_or_path, part.name_or_path = whole.config._name_or_path, whole.name_or_path
     if quantization is not None:  # so that it says of itself what the loaded model does
         quantize_structure(part, quantization)
-    for own, there in _places(part, whole).items():
-        part.set_submodule(own, whole.get_submodule(there))
+    for own, place in _places(part, whole).items():
+        part.set_submodule(own, whole.get_submodule(place))
     loaded = set(map(id, whole.parameters()))
     if lacking := [name for name, parameter in part.named_parameters() if id(parameter) not in loaded]:
         raise _no_part(whole, f"lacks {lacking[0]} of {type(part).__name__}")
@@ -202,21 +202,21 @@ def name_for_both(folder: Path, adapted: nn.Module, names: WholeNames) -> None:
 
 def _pattern(adapted: nn.Module, paths: Iterable[str], names: WholeNames) -> str:
     """A pattern for the adapted layers in both models; a kind of layer that is adapted in all places is named once."""
-    every, wanted = {base_path(path) for path, _ in adapted.named_modules()}, set(paths)
+    every, targets = {base_path(path) for path, _ in adapted.named_modules()}, set(paths)
     parts: list[str] = []
-    for own, there in names.places.items():
+    for own, place in names.places.items():
         kinds: dict[str, list[str]] = {}
-        for path in sorted(each for each in every if each.startswith(f"{own}.")):
+        for path in sorted(name for name in every if name.startswith(f"{own}.")):
             inside = path.removeprefix(f"{own}.")
             kind = r"\d+".join(map(re.escape, re.split(r"(?<![^.])\d+(?![^.])", inside)))
             kinds.setdefault(kind, []).append(path)
-        found: list[str] = []
+        patterns: list[str] = []
         for kind, members in kinds.items():
-            reached = [path for path in members if path in wanted]
+            reached = [path for path in members if path in targets]
             whole = len(reached) == len(members)
-            found += [kind] if whole else [re.escape(path.removeprefix(f"{own}.")) for path in reached]
-        if found:
-            parts.append(rf"({re.escape(own)}|{re.escape(there)})\.({'|'.join(found)})")
+            patterns += [kind] if whole else [re.escape(path.removeprefix(f"{own}.")) for path in reached]
+        if patterns:
+            parts.append(rf"({re.escape(own)}|{re.escape(place)})\.({'|'.join(patterns)})")
     return "|".join(parts)
 
 

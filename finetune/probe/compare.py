@@ -275,7 +275,7 @@ def recipe_side(library: LibrarySide, recipe: Recipe) -> RecipeSide:
         pass
     else:
         computed[other] = library.computed_by(model, recipe)
-    return RecipeSide(library, computed, {way: library.difference_of(result) for way, result in computed.items()})
+    return RecipeSide(library, computed, {layers: library.difference_of(result) for layers, result in computed.items()})
 
 
 def judge(

@@ -266,25 +266,25 @@ def type_of(file: Mapping[str, Any]) -> str:
 
 def meaning_of(file: Mapping[str, Any], recipe: Recipe | None = None) -> Meaning:
     """Read a file key by key. Without a recipe, a value that recipes decide is a mistake unless it is the default."""
-    found, kind = Meaning(), type_of(file)
+    meaning, kind = Meaning(), type_of(file)
     top = {name: value for name, value in file.items() if name not in (*SECTIONS, "fp8_config")}
-    found.settings = _read_keys(found, "", top, _Table(_TOP), recipe) | {"distributed_type": kind}
+    meaning.settings = _read_keys(meaning, "", top, _Table(_TOP), recipe) | {"distributed_type": kind}
     if file.get("fp8_config"):
-        found.mistakes.append(("fp8_config", "products in float8 are not offered; remove it"))
+        meaning.mistakes.append(("fp8_config", "products in float8 are not offered; remove it"))
     for name, table in SECTIONS.items():
         section = file.get(name)
         if not isinstance(section, dict):
             if section is not None:
-                found.mistakes.append((name, "is not a section; write its keys below it"))
+                meaning.mistakes.append((name, "is not a section; write its keys below it"))
             continue
         if section and table.read_under not in ("", kind):
             text = f"has no effect under distributed_type: {kind}; remove it, or set {table.read_under} there"
-            found.mistakes.append((name, text))
+            meaning.mistakes.append((name, text))
             continue
-        settings = _read_keys(found, f"{name}.", section, table, recipe)
+        settings = _read_keys(meaning, f"{name}.", section, table, recipe)
         # An empty parallelism_config asks for HSDP. If all its sizes are 1, it asks for nothing.
         if settings or (section == {} and name == "parallelism_config" and kind == "FSDP"):
-            found.settings[name] = settings
+            meaning.settings[name] = settings
 
     # Keys that depend on each other; and paths without their offload are dropped.
     if kind in _REQUIRED:
@@ -292,26 +292,26 @@ def meaning_of(file: Mapping[str, Any], recipe: Recipe | None = None) -> Meaning
         section = file.get(name)
         spellings = (key, key.removeprefix(SECTIONS[name].prefix))
         if not isinstance(section, dict) or all(section.get(spelling) is None for spelling in spellings):
-            found.mistakes.append((f"{name}.{key}", "is missing; add it"))
-        elif kind == "DEEPSPEED" and key in found.settings.get(name, {}):
-            mistakes = engine_mistakes(found.settings.get(name, {}))
-            found.mistakes += [(f"{name}.{engine_key}", problem) for engine_key, problem in mistakes]
-    if zero := found.settings.get("deepspeed_config"):
+            meaning.mistakes.append((f"{name}.{key}", "is missing; add it"))
+        elif kind == "DEEPSPEED" and key in meaning.settings.get(name, {}):
+            mistakes = engine_mistakes(meaning.settings.get(name, {}))
+            meaning.mistakes += [(f"{name}.{engine_key}", problem) for engine_key, problem in mistakes]
+    if zero := meaning.settings.get("deepspeed_config"):
         for what in ("optimizer", "param"):
             if zero.get(f"offload_{what}_device") != "nvme":  # the path has no effect
                 zero.pop(f"offload_{what}_nvme_path", None)
-    mesh, ranks = found.settings.get("parallelism_config", {}), found.settings.get("num_processes")
+    mesh, ranks = meaning.settings.get("parallelism_config", {}), meaning.settings.get("num_processes")
     shards = mesh.get("parallelism_config_dp_shard_size")
     copies = mesh.get("parallelism_config_dp_replicate_size") or 1
     if shards is not None and ranks is not None and shards * copies != ranks:  # 2 copies x 4 shards are 8 ranks
         place = "parallelism_config.parallelism_config_dp_shard_size"
         text = f"{shards}: {copies} x {shards} ranks are not num_processes: {ranks}; remove the line"
-        found.mistakes.append((place, text))
-    return found
+        meaning.mistakes.append((place, text))
+    return meaning
 
 
 def _read_keys(
-    found: Meaning, prefix: str, section: Mapping[str, Any], table: _Table, recipe: Recipe | None
+    meaning: Meaning, prefix: str, section: Mapping[str, Any], table: _Table, recipe: Recipe | None
 ) -> dict[str, Any]:
     """The settings that a section's keys change. Mistakes and notes are added to `found`."""
     settings: dict[str, Any] = {}
@@ -322,7 +322,7 @@ def _read_keys(
             candidates = [*table.keys] if prefix else [*table.keys, *SECTIONS]
             near = difflib.get_close_matches(str(written), candidates, n=1)
             remedy = f"did you mean {near[0]}?" if near else "remove it"
-            found.mistakes.append((place, f"has no effect here; {OTHER_PLACES.get(written) or remedy}"))
+            meaning.mistakes.append((place, f"has no effect here; {OTHER_PLACES.get(written) or remedy}"))
             continue
         if name not in ENGINE_KEYS and (raw in (None, "", [], {}) or str(raw).lower() == "none"):
             continue  # no value: the default holds
@@ -332,29 +332,29 @@ def _read_keys(
             problem = key.remedy or f"one of {choices} works here; set it"
             if isinstance(value, str):
                 problem = _OTHER_SHARDING.get(value, problem)
-            found.mistakes.append((place, f"{shorten(repr(raw), 60)}: {problem}"))
+            meaning.mistakes.append((place, f"{shorten(repr(raw), 60)}: {problem}"))
         elif key.owner is not None:
-            _compare_with_owner(found, place, raw, key, value, recipe)
+            _compare_with_owner(meaning, place, raw, key, value, recipe)
         elif not key.drops and (key.keeps or value != key.same):
             settings[name] = value
     return settings
 
 
 def _compare_with_owner(
-    found: Meaning, place: str, raw: Any, key: AccelerateKey, value: Any, recipe: Recipe | None
+    meaning: Meaning, place: str, raw: Any, key: AccelerateKey, value: Any, recipe: Recipe | None
 ) -> None:
     """The recipe's value wins. The file may repeat the value, or write Accelerate's default."""
     assert key.owner is not None
     own_value = None if recipe is None else key.owner(recipe)
     if value == key.same:
         if key.owner_key == "training.mixed_precision" and own_value not in (None, value):
-            found.notes.append(f"accelerate_config: {place}: {raw!r} changes nothing: {key.owner_key} is {own_value}")
+            meaning.notes.append(f"accelerate_config: {place}: {raw!r} changes nothing: {key.owner_key} is {own_value}")
         return
     if recipe is None:
-        found.mistakes.append((place, f"{raw!r}: the recipe owns it: {key.owner_key}; remove the line"))
+        meaning.mistakes.append((place, f"{raw!r}: the recipe owns it: {key.owner_key}; remove the line"))
     elif own_value != value:
-        wanted = value or "null"  # no clipping is 0 in Accelerate's file and null in a recipe
+        written = value or "null"  # no clipping is 0 in Accelerate's file and null in a recipe
         if value is True:
-            wanted = "true"
-        text = f"the recipe owns it: {key.owner_key} is {own_value}; remove the line, or set {key.owner_key}={wanted}"
-        found.mistakes.append((place, f"{raw!r}: {text}"))
+            written = "true"
+        text = f"the recipe owns it: {key.owner_key} is {own_value}; remove the line, or set {key.owner_key}={written}"
+        meaning.mistakes.append((place, f"{raw!r}: {text}"))

@@ -59,7 +59,7 @@ def folder_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, str], str]]:
 def reference_problem(name: str) -> str | None:
     """The problem with a reference's folder, and the remedy; None if it may be a model, or is on the Hub."""
     folder = Path(name)
-    adapter = next((each for each in (folder, folder / "adapter") if (each / CONFIG).is_file()), None)
+    adapter = next((place for place in (folder, folder / "adapter") if (place / CONFIG).is_file()), None)
     if adapter is not None and not (folder / "config.json").is_file():
         remedy = f"set model.adapter: {adapter} and reference: start, or merge it into its base (finetune merge)"
         return f"{name}: is an adapter, and a reference is a whole model; {remedy}"

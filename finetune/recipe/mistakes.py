@@ -101,30 +101,30 @@ TRUTH_WORDS = {
 
 def explain_mistake(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]:
     """One message for each mistake, in the order of the recipe's sections."""
-    found: list[Mistake] = []
+    mistakes: list[Mistake] = []
     for error in errors:
         path, branches = _recipe_path(error, value)
         if error["type"] == "cross_check":
             for check in error["ctx"]["found"]:
                 text = f"{check.problem}; {check.remedy}"
-                found.append(Mistake("cross_check", (*path, *check.key.split(".")), text))
+                mistakes.append(Mistake("cross_check", (*path, *check.key.split(".")), text))
             continue
         union = path[: branches[0].depth] if branches else ()
         written = _value_at(value, path)
         if remedy := WITHDRAWN.get((dotted(path), str(written))):
             text = f"is {written}; 0.1.0 is the last release that trains and reads it; {remedy}"
-            found.append(Mistake("withdrawn", path, text))
+            mistakes.append(Mistake("withdrawn", path, text))
         elif branches and not _is_right_branch(branches[0], _value_at(value, union)):
-            found.append(_wrong_kind("either", union, _either(union).text, _value_at(value, union)))
+            mistakes.append(_wrong_kind("either", union, _either(union).text, _value_at(value, union)))
         else:
-            found.append(_mistake(error, path, value))
+            mistakes.append(_mistake(error, path, value))
     # pydantic reports a mistake once for each branch of a union. A union whose right branch has its own mistake needs
     # no second message at the union itself. A misspelt key is unknown, and is not missing too.
-    specific = [mistake.path for mistake in found if mistake.code != "either"]
-    renamed = {key for mistake in found if mistake.at_key for key in mistake.write}
+    specific = [mistake.path for mistake in mistakes if mistake.code != "either"]
+    renamed = {key for mistake in mistakes if mistake.at_key for key in mistake.write}
     return [
         mistake
-        for mistake in dict.fromkeys(found)
+        for mistake in dict.fromkeys(mistakes)
         if not (mistake.code == "either" and any(path[: len(mistake.path)] == mistake.path for path in specific))
         and not (mistake.code == "missing" and mistake.key in renamed)
     ]

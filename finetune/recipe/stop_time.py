@@ -31,10 +31,10 @@ class StopTime:
 
 def seconds_of(text: str) -> int | None:
     """A duration in seconds; None for any other text."""
-    found = DURATION_PARTS.fullmatch(text)
-    if not text or found is None:
+    match = DURATION_PARTS.fullmatch(text)
+    if not text or match is None:
         return None
-    days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
+    days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
@@ -42,15 +42,15 @@ def form_problem(text: str) -> tuple[str, str] | None:
     """The problem with the text and the remedy; None if it is a duration, or a date with a zone."""
     if (seconds := seconds_of(text)) is not None:
         return None if seconds else ("is no time at all", TIME_EXAMPLES)
-    found = DATE_WITH_ZONE.fullmatch(text)
-    if found is None:
+    match = DATE_WITH_ZONE.fullmatch(text)
+    if match is None:
         return "is neither a duration nor a date with its zone", TIME_EXAMPLES
     try:
-        datetime.fromisoformat(f"{found[1]}T{found[2]}{found[3] if found[3] and found[3][0] in '+-' else ''}")
+        datetime.fromisoformat(f"{match[1]}T{match[2]}{match[3] if match[3] and match[3][0] in '+-' else ''}")
     except ValueError as error:
         return f"is no date: {error}", TIME_EXAMPLES
-    if found[3] is None:
-        return "has no zone, and machines differ in theirs", f"write {found[1]}T{found[2]}Z for UTC, or +01:00 for Z"
+    if match[3] is None:
+        return "has no zone, and machines differ in theirs", f"write {match[1]}T{match[2]}Z for UTC, or +01:00 for Z"
     return None
 
 
@@ -84,9 +84,9 @@ class _UnclearMoment(ValueError):
 
 def _moment(text: str) -> datetime:
     """A date with its zone as one moment. Raises _UnclearMoment."""
-    found = DATE_WITH_ZONE.fullmatch(text)
-    assert found is not None, "form_problem looked at it"
-    day, clock, zone = found.groups()
+    match = DATE_WITH_ZONE.fullmatch(text)
+    assert match is not None, "form_problem looked at it"
+    day, clock, zone = match.groups()
     if zone == "Z" or zone[0] in "+-":
         return datetime.fromisoformat(f"{day}T{clock}{zone}")
     try:

@@ -200,9 +200,9 @@ def same_curve(uninterrupted: list[tuple[Any, ...]], resumed: list[tuple[Any, ..
         raise StepFailed(f"{len(uninterrupted)} steps were logged before the kill, {len(resumed)} by the resumed run")
     for before, after in zip(uninterrupted, resumed, strict=True):
         if any(relative_difference(*pair) > tolerance for pair in zip(after, before, strict=True)):
-            apart = f", further apart than {tolerance:g}" if tolerance else ""
+            distance = f", further apart than {tolerance:g}" if tolerance else ""
             values = f"loss, gradient norm {before[1:]} before the kill, {after[1:]} resumed"
-            raise StepFailed(f"step {before[0]}: {values}{apart}")
+            raise StepFailed(f"step {before[0]}: {values}{distance}")
     again = f"steps {SAVED_AFTER + 1} to {STEPS} again: loss and gradient norm"
     if not tolerance:
         return f"{again} bitwise"

@@ -128,7 +128,7 @@ class BatchPlan:
 
 def one_width(per_device_batch_size: int, rows: Iterable[Rows]) -> int:
     """The most tokens in any micro-batch from these sets of rows."""
-    longest = [np.sort(each.lengths)[::-1][:per_device_batch_size] for each in rows]
+    longest = [np.sort(row_set.lengths)[::-1][:per_device_batch_size] for row_set in rows]
     return int(max(lengths.sum() for lengths in longest))
 
 

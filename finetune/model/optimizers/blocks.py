@@ -72,7 +72,7 @@ def book_on(device: torch.device, *, signed: bool) -> Book:
     edges = [(low + high) / 2 for low, high in pairwise(values)]
     if not signed:
         edges[0] = 0.0
-    return Book(*(torch.tensor(each, dtype=torch.float32, device=device) for each in (values, edges)))
+    return Book(*(torch.tensor(numbers, dtype=torch.float32, device=device) for numbers in (values, edges)))
 
 
 def encode(values: Tensor, block: int, book: Book) -> tuple[Tensor, Tensor]:

@@ -163,11 +163,11 @@ class FusedBlocks:
     ) -> None:
         device, key, block = gradient.device, key_of(seed, step, range_.place), moments[0].block
         chunk_blocks = ROUNDED_CHUNK // block
-        books = [each for moment in moments for each in moment.book]
+        books = [tensor for moment in moments for tensor in moment.book]
         factors = torch.tensor(update_factors(group, step), dtype=torch.float32).to(device, non_blocking=True)
         for launch, first, begin, end in chunks(range_, CHUNKS * chunk_blocks * block):
             numbers = (key_of(key, launch * CHUNKS + chunk, 0) for chunk in range(CHUNKS + 1))
-            keys = torch.tensor([multiplier_and_offset(each) for each in numbers], dtype=torch.int32)
+            keys = torch.tensor([multiplier_and_offset(number) for number in numbers], dtype=torch.int32)
             parts = [weights, *(moment.held for moment in moments), gradient]
             parts = [part[begin:end].view(-1, block).data for part in parts]
             scales = [
@@ -176,7 +176,7 @@ class FusedBlocks:
             few = len(parts[0]) < FEWEST_ROWS  # one block: torch.compile would make a graph of its own
             held = [*parts[:3], *scales]
             if few:
-                parts, scales = ([torch.cat([each, each]) for each in some] for some in (parts, scales))
+                parts, scales = ([torch.cat([tensor, tensor]) for tensor in some] for some in (parts, scales))
             self._compute(
                 parts[0],
                 (parts[1], parts[2]),
@@ -188,8 +188,8 @@ class FusedBlocks:
                 factors,
             )
             if few:
-                for each, updated in zip(held, [*parts[:3], *scales], strict=True):
-                    each.copy_(updated[:1])
+                for tensor, updated in zip(held, [*parts[:3], *scales], strict=True):
+                    tensor.copy_(updated[:1])
 
 
 class FusedUpdate:
@@ -257,8 +257,8 @@ def _compiled(update: Callable[..., None], backend: Any) -> Compute:
     compiled = torch.compile(update, backend=backend, fullgraph=True, options=options)
 
     def compute(*given: Any) -> None:
-        for each in given[:4]:  # weight, moments and gradient, or codes and scales of moments
-            for rows in each if isinstance(each, tuple) else (each,):
+        for tensor in given[:4]:  # weight, moments and gradient, or codes and scales of moments
+            for rows in tensor if isinstance(tensor, tuple) else (tensor,):
                 torch._dynamo.mark_dynamic(rows, 0)  # torch documents both under these names
                 if rows.dim() > 1:  # else a third length gets a graph for any length, whose blocks fit no row
                     torch._dynamo.mark_static(rows, 1)
@@ -378,17 +378,17 @@ def compare_updates(
         raise ValueError(f"compiled, it allocates {allocated:,} bytes for {fused['the weight'].numel():,} elements")
     others = 0.0
     for name, expected in as_written.items():
-        found, given = fused[name].double(), expected.dtype
+        computed, given = fused[name].double(), expected.dtype
         expected = expected.double()
         # Neighbours are 2^-8 to 2^-7 apart. Where terms cancel, the last bit of a term is more than that.
         allowed = expected.abs() * (2.0**-7 if given == torch.bfloat16 else 1e-5) + 1e-6 * expected.abs().max()
         if given == torch.uint8:
             allowed = torch.ones_like(expected)  # the next code
-        if not bool(((found - expected).abs() <= allowed).all()):
-            furthest = float((found - expected).abs().max())
+        if not bool(((computed - expected).abs() <= allowed).all()):
+            furthest = float((computed - expected).abs().max())
             raise ValueError(f"compiled, {name} in {given} differs by up to {furthest:.2g}")
         if given in (torch.bfloat16, torch.uint8):
-            others = max(others, float((found != expected).double().mean()))
+            others = max(others, float((computed != expected).double().mean()))
     if others > MOST_OTHERS:
         raise ValueError(f"compiled, {others:.1%} of the elements are rounded otherwise")
     return others

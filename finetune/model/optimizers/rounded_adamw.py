@@ -72,8 +72,8 @@ class RoundedAdamW(torch.optim.AdamW):
         """Round each range of these flat tensors like the weight it belongs to. An engine has put them in the
         parameters' place. Elements outside any range are padding and are not updated.
         """
-        for flat, each in ranges:
-            self._ranges.setdefault(id(flat), []).append(each)
+        for flat, span in ranges:
+            self._ranges.setdefault(id(flat), []).append(span)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -98,8 +98,8 @@ class RoundedAdamW(torch.optim.AdamW):
         gradient = self._local_part(parameter.grad)[0].reshape(-1)  # type: ignore[arg-type]  # it has one
         flat = [tensor.view(-1) for tensor in held]
         update = self.update_range or update_in_chunks
-        for each in self._ranges.get(id(parameter), [Range(place, start, 0, local.numel())]):
-            update(flat, gradient, each, group, step, self._seed)
+        for span in self._ranges.get(id(parameter), [Range(place, start, 0, local.numel())]):
+            update(flat, gradient, span, group, step, self._seed)
 
 
 def update_in_chunks(

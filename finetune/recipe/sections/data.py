@@ -98,7 +98,7 @@ class DataSet(Section):
     def labels_are_texts(cls, value: Any) -> Any:
         """YAML reads 1 and true as a number and a truth value. Rows' labels are compared as texts in lower case."""
         if isinstance(value, dict):
-            return {str(label).strip().lower(): wanted for label, wanted in value.items()}
+            return {str(label).strip().lower(): answer for label, answer in value.items()}
         return value
 
     @model_validator(mode="after")

@@ -83,11 +83,11 @@ INITIAL_SCALE_POWER = 16  # if a file names none; torch's GradScaler begins with
 
 def engine_settings(section: Mapping[str, Any]) -> dict[Where, dict[str, Any]]:
     """The keys of a `deepspeed_config` in DeepSpeed's own sections, each value as DeepSpeed takes it."""
-    found: dict[Where, dict[str, Any]] = {}
+    keys: dict[Where, dict[str, Any]] = {}
     for name, key in ENGINE_KEYS.items():
         if name in section:
-            found.setdefault(key.where, {})[key.deepspeed_name or name] = key.read(section[name])
-    return found
+            keys.setdefault(key.where, {})[key.deepspeed_name or name] = key.read(section[name])
+    return keys
 
 
 def engine_mistakes(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -44,8 +44,8 @@ class RunLimits(Section):
             return self
         from finetune.recipe.storage_address import storage_problem
 
-        if (found := storage_problem(self.storage)) is not None:
-            refuse([CrossCheck("storage", f"{shown(self.storage)} {found[0]}", found[1])])
+        if (problem := storage_problem(self.storage)) is not None:
+            refuse([CrossCheck("storage", f"{shown(self.storage)} {problem[0]}", problem[1])])
         return self
 
     @model_validator(mode="after")
@@ -55,8 +55,8 @@ class RunLimits(Section):
             return self
         from finetune.recipe.stop_time import form_problem
 
-        if (found := form_problem(self.stop_after)) is not None:
-            refuse([CrossCheck("stop_after", f"{shown(self.stop_after)} {found[0]}", found[1])])
+        if (problem := form_problem(self.stop_after)) is not None:
+            refuse([CrossCheck("stop_after", f"{shown(self.stop_after)} {problem[0]}", problem[1])])
         return self
 
 

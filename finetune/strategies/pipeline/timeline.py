@@ -57,7 +57,7 @@ def _in_turn(forwards: list[Work], backwards: list[Work], first: int, *, backwar
     """So many forwards, then one of each in turn, then the backwards that are left."""
     waiting = forwards[first:]
     pairs = zip(backwards, waiting, strict=False) if backward_first else zip(waiting, backwards, strict=False)
-    return [*forwards[:first], *(each for pair in pairs for each in pair), *backwards[len(waiting) :]]
+    return [*forwards[:first], *(action for pair in pairs for action in pair), *backwards[len(waiting) :]]
 
 
 def _interleaved(stage: int, stages: int, micro_batches: int, runs: int) -> list[Work]:
