@@ -151,12 +151,13 @@ def unknown_key(path: Path) -> Mistake:
     line = line_of(name)
     if line and not any(covers_key(line, ours) for ours in names):
         return Mistake("foreign", path, f"is {owner_of(name)}; {line.text}; remove the key", at_key=True)
-    # A part of one key of this section (precision), else a key of any section that is much like it (logging_step in
-    # training), else one of this section that is less like it.
+    # A key of this section that is much like it (gpu: gpus), or that alone has it as a part (precision), else a key of
+    # any section that is much like it (logging_step in training), else one of this section that is less like it.
     whole = [key for key in known if f"_{name}_" in f"_{key}_"]
-    close = whole if len(whole) == 1 else difflib.get_close_matches(name, names, 1, 0.75)
-    if close := close or difflib.get_close_matches(name, known, 1, 0.55):
-        meant = dotted(next(p for p in paths if p[-1] == close[0]))
+    near = difflib.get_close_matches(name, known, 1, 0.75) or whole * (len(whole) == 1)
+    near = near or difflib.get_close_matches(name, names, 1, 0.75) or difflib.get_close_matches(name, known, 1, 0.55)
+    if near:
+        meant = dotted(next(p for p in paths if p[-1] == near[0]))
         return Mistake("unknown", path, f"is unknown; did you mean {meant}?", at_key=True, write=(meant,))
     return Mistake("unknown", path, f"is unknown; the keys here are {', '.join(known)}", at_key=True)
 
